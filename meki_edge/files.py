@@ -1,0 +1,82 @@
+"""Files that are either whole or absent: atomic writes, digests, free space."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meki_edge.errors import UserError
+
+BLOCK_BYTES = 1 << 22
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; rename it over ``path`` if the body succeeds.
+
+    The data is on the disk before the rename, so a reader (or a power cut) sees the old file or
+    the new one, never a half. If the body raises, the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 ``text`` to ``path`` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` to ``path`` atomically, as indented JSON with a final newline."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Parse the JSON file ``path``; a missing or broken file is a :class:`UserError`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError("the file does not exist", where=path, fix="check the path") from None
+    except IsADirectoryError:
+        raise UserError("this is a directory, not a JSON file", where=path, fix="name a file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
+
+
+def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Hex SHA-256 of a file's bytes; ``advance`` is told the number of bytes after each block."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            if advance is not None:
+                advance(len(block))
+    return digest.hexdigest()
+
+
+def require_free_space(directory: Path, num_bytes: int, purpose: str) -> None:
+    """Raise :class:`UserError` unless ``num_bytes`` fit on the file system of ``directory``."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise UserError(
+            f"{purpose} needs {num_bytes / 1e9:.2f} GB but only {free / 1e9:.2f} GB are free",
+            where=directory,
+            fix="free some space or choose another --output-dir",
+        )

@@ -1,0 +1,39 @@
+"""The registry of memory kinds: one line a paper, and nothing else knows their names."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from meki_edge.config import from_dict, to_dict
+from meki_edge.errors import UserError, nearest
+from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.meki import MekiConfig, MekiLayer
+from meki_edge.model_shape import ModelShape
+
+__all__ = ["KINDS", "MemoryLayer", "Site", "build", "check_options"]
+
+KINDS: dict[str, tuple[type, type[MemoryLayer]]] = {
+    "meki": (MekiConfig, MekiLayer),
+}
+
+
+def check_options(kind: str, options: Any, where: str | PathLike[str]) -> dict[str, Any]:
+    """Validate the JSON ``options`` of memory ``kind`` and return them with defaults filled in.
+
+    Raises:
+        UserError: an unknown kind or option, or a value of the wrong type.
+    """
+    return to_dict(from_dict(_registered(kind, where)[0], options, where))
+
+
+def build(kind: str, options: dict[str, Any], shape: ModelShape, *, folded: bool) -> MemoryLayer:
+    """One memory layer of ``kind`` for a model of ``shape``, in training or (``folded``) ROM form."""
+    config_class, layer_class = _registered(kind, "memories")
+    return layer_class(from_dict(config_class, options, f"memories: {kind}"), shape, folded=folded)
+
+
+def _registered(kind: str, where: str | PathLike[str]) -> tuple[type, type[MemoryLayer]]:
+    if kind not in KINDS:
+        raise UserError(f"unknown memory {kind!r}{nearest(kind, KINDS)}", where=where, fix=f"use {', '.join(KINDS)}")
+    return KINDS[kind]

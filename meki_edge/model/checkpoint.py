@@ -1,0 +1,134 @@
+"""Checkpoints on disk: ``config.json`` and safetensors, sharded or not, read tensor by tensor.
+
+The same layout as Hugging Face's, so a Qwen3 checkpoint from its hub opens as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meki_edge.errors import UserError
+from meki_edge.files import read_json, write_json
+from meki_edge.model import config as model_config
+from meki_edge.model.config import ModelConfig
+from meki_edge.model.decoder import CausalLM
+from meki_edge.safetensors_io import SafetensorsFile
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Checkpoint:
+    """A checkpoint directory, opened lazily: tensors are read when asked for, in float32.
+
+    Raises:
+        UserError: a file is missing or broken, or the tensors do not fit ``config.json``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = model_config.parse(
+            read_json(directory / model_config.FILE_NAME), directory / model_config.FILE_NAME
+        )
+        self._files: dict[str, SafetensorsFile] = {}
+        try:
+            for name in weight_files(directory):
+                file = SafetensorsFile(directory / name)
+                self._files.update(dict.fromkeys(file.tensors, file))
+            self._check_names()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the weight files."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, sorted."""
+        return sorted(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header."""
+        return self._files[name].entry(name).shape
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Tensor ``name`` (or a slice of its rows) as float32."""
+        return torch.from_numpy(self._files[name].read(name, rows).astype(np.float32, copy=False))
+
+    def read_rows(self, name: str, ids: np.ndarray) -> Tensor:
+        """Rows ``ids`` of a matrix as float32 ``[N, dim]``."""
+        return torch.from_numpy(self._files[name].read_rows(name, ids).astype(np.float32, copy=False))
+
+    @property
+    def head_name(self) -> str:
+        """The tensor that produces logits: the tied embedding or the head."""
+        return EMBEDDING if self.config.tie_word_embeddings else HEAD
+
+    def _check_names(self) -> None:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(self.config).state_dict().items()}
+        if self.config.tie_word_embeddings:
+            expected.pop(HEAD)
+            self._files.pop(HEAD, None)  # some exporters store the tied copy too
+        for name in sorted(expected.keys() | self._files.keys()):
+            if name not in self._files:
+                problem = "is missing"
+            elif name not in expected:
+                problem = "is not part of this architecture"
+            elif self.shape(name) != expected[name]:
+                problem = f"has shape {self.shape(name)}, config.json asks for {expected[name]}"
+            else:
+                continue
+            raise UserError(
+                f"the tensor {name!r} {problem}",
+                where=self.directory,
+                fix="check that config.json and the weights belong together",
+            )
+
+
+def weight_files(directory: Path) -> list[str]:
+    """The names of the safetensors files of a checkpoint directory (an index or a single file)."""
+    if (directory / INDEX).is_file():
+        return sorted(set(read_json(directory / INDEX)["weight_map"].values()))
+    return [WEIGHTS]
+
+
+def load_model(directory: Path) -> CausalLM:
+    """The model of a checkpoint directory, in float32 on the CPU."""
+    with Checkpoint(directory) as checkpoint:
+        with torch.device("meta"):
+            model = CausalLM(checkpoint.config)
+        tensors = {name: checkpoint.read(name) for name in checkpoint.names}
+    model.load_state_dict(tensors, strict=False, assign=True)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.requires_grad_(False)
+
+
+def save_model(directory: Path, model: CausalLM) -> None:
+    """Write ``config.json`` and ``model.safetensors`` (tied head stored once) into ``directory``."""
+    write_json(directory / model_config.FILE_NAME, model_config.to_json(model.config))
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        tensors.pop(HEAD)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+__all__ = ["Checkpoint", "ModelConfig", "load_model", "save_model", "weight_files"]

@@ -1,0 +1,164 @@
+"""``config.json``: Hugging Face's Qwen3 fields, plus which memories sit in which layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from meki_edge import config, memory
+from meki_edge.errors import UserError, nearest
+from meki_edge.model_shape import ModelShape
+
+FILE_NAME = "config.json"
+TRAINING_FORM = "training"
+ROM_FORM = "rom"
+
+# Keys of a Qwen3 config.json that change the mathematics, with the only value supported here.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "attention_dropout": (0.0,),
+    "use_sliding_window": (False,),
+    "sliding_window": (None,),
+    "rope_scaling": (None,),
+}
+# Keys that say nothing about the forward pass.
+_IGNORED = frozenset(
+    "architectures bos_token_id pad_token_id dtype torch_dtype transformers_version use_cache "
+    "max_window_layers layer_types _name_or_path".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlacement:
+    """One memory ``kind`` with its ``options``, in each of ``layers`` (0-based)."""
+
+    kind: str
+    layers: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelShape):
+    """A backbone and its memories.
+
+    ``memory_form`` is ``training`` (tables and projections present) or ``rom`` (rows come from a
+    ROM file). Dense is simply the empty tuple of memories.
+    """
+
+    eos_token_id: int | None = None
+    memories: tuple[MemoryPlacement, ...] = ()
+    memory_form: str = TRAINING_FORM
+
+    @property
+    def folded(self) -> bool:
+        """Whether the memories are in ROM form."""
+        return self.memory_form == ROM_FORM
+
+    def build_memories(self, layer: int) -> list[memory.MemoryLayer]:
+        """The memories of one decoder layer, in the order of ``memories``."""
+        return [
+            memory.build(placement.kind, placement.options, self, folded=self.folded)
+            for placement in self.memories
+            if layer in placement.layers
+        ]
+
+
+def parse(values: Any, where: str | PathLike[str]) -> ModelConfig:
+    """A :class:`ModelConfig` from a parsed ``config.json``, strictly.
+
+    Raises:
+        UserError: an unknown key (the nearest known one is named), a wrong type, an unsupported
+            architecture or RoPE variant, or sizes that do not fit together.
+    """
+    if not isinstance(values, dict):
+        raise UserError("expected a JSON object", where=where, fix="give a Hugging Face config.json")
+    values = dict(values)
+    _take_rope_parameters(values, where)
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    kept = {}
+    for key, value in values.items():
+        if key in known:
+            kept[key] = value
+        elif key in _FIXED:
+            if value not in _FIXED[key]:
+                raise UserError(
+                    f"{key} = {value!r} is not supported (only {_FIXED[key][0]!r})",
+                    where=where,
+                    fix="use a Qwen3-architecture model without this variant",
+                )
+        elif key not in _IGNORED:
+            raise UserError(
+                f"unknown key {key!r}{nearest(key, known | set(_FIXED))}",
+                where=where,
+                fix=f"known keys: {', '.join(sorted(known))}",
+            )
+    if isinstance(kept.get("eos_token_id"), list):
+        kept["eos_token_id"] = kept["eos_token_id"][0]
+    parsed = config.from_dict(ModelConfig, kept, where)
+    return check(parsed, where)
+
+
+def to_json(model: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` object; without memories it is one that `transformers` loads as it is."""
+    values = config.to_dict(model)
+    if not model.memories:
+        del values["memories"], values["memory_form"]
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        **values,
+    }
+
+
+def check(model: ModelConfig, where: str | PathLike[str]) -> ModelConfig:
+    """Return ``model`` with its memories' options validated; raise :class:`UserError` if sizes clash."""
+
+    def wrong(what: str, fix: str) -> UserError:
+        return UserError(what, where=where, fix=fix)
+
+    for field in dataclasses.fields(ModelShape):
+        value = getattr(model, field.name)
+        if not isinstance(value, bool) and value <= 0:
+            raise wrong(f"{field.name} is {value}", f"give a positive {field.name}")
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise wrong(
+            f"num_attention_heads {model.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {model.num_key_value_heads}",
+            "make the heads divide evenly into key/value groups",
+        )
+    if model.head_dim % 2 or model.hidden_size % 2:
+        raise wrong("head_dim and hidden_size must be even", "RoPE and the MeKi projector split them in halves")
+    if model.memory_form not in (TRAINING_FORM, ROM_FORM):
+        raise wrong(f"memory_form is {model.memory_form!r}", f"use {TRAINING_FORM!r} or {ROM_FORM!r}")
+    placements = []
+    for index, placement in enumerate(model.memories):
+        field = f"{where}: memories[{index}]"
+        bad = [layer for layer in placement.layers if not 0 <= layer < model.num_hidden_layers]
+        if bad or not placement.layers or len(set(placement.layers)) != len(placement.layers):
+            raise UserError(
+                f"layers {list(placement.layers)} do not name distinct layers of 0…{model.num_hidden_layers - 1}",
+                where=field,
+                fix="list existing layers, each once",
+            )
+        options = memory.check_options(placement.kind, placement.options, f"{field}.options")
+        placements.append(dataclasses.replace(placement, options=options))
+    return dataclasses.replace(model, memories=tuple(placements))
+
+
+def _take_rope_parameters(values: dict[str, Any], where: str | PathLike[str]) -> None:
+    """Replace `transformers` 5's ``rope_parameters`` object by ``rope_theta``; refuse scaled RoPE."""
+    parameters = values.pop("rope_parameters", None)
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
+        raise UserError(
+            f"rope_parameters {parameters!r} is not supported", where=where, fix="use a model with default RoPE"
+        )
+    if "rope_theta" in parameters:
+        values["rope_theta"] = parameters["rope_theta"]

@@ -1,0 +1,180 @@
+"""What a ROM file is: segments, strides and metadata (``docs/rom-format.md``).
+
+One ``U8`` tensor ``rows[num_rows, row_stride]``, token-major: all segments of one token lie
+together with their scales, so one aligned read fetches everything that a token needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from meki_edge.config import from_dict, to_dict
+from meki_edge.errors import UserError, nearest
+
+FORMAT = "meki-edge-rom"
+VERSION = 1
+PAGE_BYTES = 4096
+TENSOR = "rows"
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How ``dim`` elements become bytes.
+
+    ``scale_group`` is the number of elements that share one float16 scale (0: no scales; -1: the
+    whole segment). Scales come first, then the elements; int4 packs two to a byte, the even
+    element in the low nibble.
+    """
+
+    name: str
+    element_bits: int
+    scale_group: int
+
+    def num_scales(self, dim: int) -> int:
+        """How many scales a segment of ``dim`` elements carries."""
+        if self.scale_group == 0:
+            return 0
+        return 1 if self.scale_group < 0 else -(-dim // self.scale_group)
+
+    def num_bytes(self, dim: int) -> int:
+        """Bytes of an encoded segment of ``dim`` elements, scales included."""
+        return 2 * self.num_scales(dim) + -(-dim * self.element_bits // 8)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec(name="fp32", element_bits=32, scale_group=0),
+        Codec(name="fp16", element_bits=16, scale_group=0),
+        Codec(name="int8", element_bits=8, scale_group=-1),
+        Codec(name="int4", element_bits=4, scale_group=INT4_GROUP),
+    )
+}
+
+
+def codec(name: str, where: str | PathLike[str] = "--table-precision") -> Codec:
+    """The codec called ``name``; an unknown name is a :class:`UserError`."""
+    if name not in CODECS:
+        raise UserError(f"unknown codec {name!r}{nearest(name, CODECS)}", where=where, fix=f"use {', '.join(CODECS)}")
+    return CODECS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The part of a row that belongs to one memory of one layer.
+
+    ``layer`` is the decoder layer (0-based; -1 for the token embedding), ``memory`` its position
+    in that layer's list of memories, ``offset`` the first byte within the row, ``dim`` the number
+    of elements. Dequantized segments are concatenated in the order of the list.
+    """
+
+    layer: int
+    memory: int
+    offset: int
+    dim: int
+    codec: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RomSpec:
+    """Everything the header says. ``row_dim`` elements a token come out of a ``row_stride``-byte row."""
+
+    num_rows: int
+    row_stride: int
+    segments: tuple[Segment, ...]
+    addressing: str
+    tokenizer_sha256: str
+    source_sha256: str
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a dequantized row, all segments together."""
+        return sum(segment.dim for segment in self.segments)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that carry data (the rest of the stride is padding)."""
+        return max((s.offset + CODECS[s.codec].num_bytes(s.dim) for s in self.segments), default=0)
+
+    def to_metadata(self) -> dict[str, str]:
+        """The safetensors ``__metadata__`` (string → string)."""
+        return {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "addressing": self.addressing,
+            "segments": json.dumps([to_dict(segment) for segment in self.segments], separators=(",", ":")),
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "source_sha256": self.source_sha256,
+        }
+
+
+def row_stride(row_bytes: int) -> int:
+    """The stride that keeps a row on the fewest pages.
+
+    Up to a page: the next power of two, so that rows never straddle a page. Beyond: whole pages.
+    """
+    if row_bytes <= PAGE_BYTES:
+        return 1 << max(row_bytes - 1, 0).bit_length()
+    return -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def layout(dims: list[tuple[int, int, int]], codec_name: str) -> tuple[Segment, ...]:
+    """Place segments one after another: ``dims`` holds (layer, memory, dim) in graph order."""
+    chosen = codec(codec_name)
+    segments, offset = [], 0
+    for layer, memory, dim in dims:
+        segments.append(Segment(layer=layer, memory=memory, offset=offset, dim=dim, codec=codec_name))
+        offset += chosen.num_bytes(dim)
+    return tuple(segments)
+
+
+def from_metadata(
+    metadata: Mapping[str, str], shape: tuple[int, ...], where: str | PathLike[str]
+) -> RomSpec:
+    """Parse and check a header: ``shape`` is that of the ``rows`` tensor.
+
+    Raises:
+        UserError: not a ROM file, another version, unknown addressing or codec, or segments that
+            overlap, are out of order, or do not fit the row.
+    """
+
+    def broken(what: str) -> UserError:
+        return UserError(what, where=where, fix="regenerate the file with `meki-edge reparam`")
+
+    if metadata.get("format") != FORMAT:
+        raise broken(f"not a ROM file: format is {metadata.get('format')!r}, not {FORMAT!r}")
+    if metadata.get("version") != str(VERSION):
+        raise broken(f"ROM version {metadata.get('version')!r}, this reader knows {VERSION}")
+    for key in ("addressing", "segments", "tokenizer_sha256", "source_sha256"):
+        if key not in metadata:
+            raise broken(f"the header lacks {key!r}")
+    if metadata["addressing"] != "identity":
+        raise broken(f"unknown addressing {metadata['addressing']!r}")
+    if len(shape) != 2 or min(shape) < 1:
+        raise broken(f"the tensor 'rows' has shape {shape}, not [num_rows, row_stride]")
+    try:
+        listed: Any = json.loads(metadata["segments"])
+    except json.JSONDecodeError as error:
+        raise broken(f"'segments' is not valid JSON: {error}") from None
+    if not isinstance(listed, list) or not listed:
+        raise broken("'segments' is not a list with at least one segment")
+    segments = tuple(from_dict(Segment, values, f"{where}: segments[{i}]") for i, values in enumerate(listed))
+    end = 0
+    for index, segment in enumerate(segments):
+        size = codec(segment.codec, f"{where}: segments[{index}].codec").num_bytes(segment.dim)
+        if segment.dim < 1 or segment.offset < end or segment.offset + size > shape[1]:
+            raise broken(f"segment {index} overlaps its neighbour or does not fit the row of {shape[1]} bytes")
+        end = segment.offset + size
+    return RomSpec(
+        num_rows=shape[0],
+        row_stride=shape[1],
+        segments=segments,
+        addressing=metadata["addressing"],
+        tokenizer_sha256=metadata["tokenizer_sha256"],
+        source_sha256=metadata["source_sha256"],
+    )

@@ -1,0 +1,100 @@
+"""Tiny models and real text, shared by all tests."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydoc_data.topics import topics
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meki_edge import tokens
+from meki_edge.manifest import StageOutput
+from meki_edge.model.checkpoint import TOKENIZER, WEIGHTS, save_model
+from meki_edge.model.config import FILE_NAME, ModelConfig, parse
+from meki_edge.model.decoder import CausalLM
+
+VOCAB_SIZE = 384
+TINY = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+}
+MEKI = [{"kind": "meki", "layers": [0, 1, 2], "options": {"memory_dim": 12}}]
+
+
+def tiny_config(memories: list | None = None, **changes: object) -> ModelConfig:
+    """A three-layer model; ``memories`` as in ``config.json``."""
+    return parse({**TINY, "memories": memories or [], **changes}, "tiny")
+
+
+def write_checkpoint(directory: Path, config: ModelConfig, tokens_dir: Path, seed: int = 0) -> Path:
+    """A checkpoint directory as `meki-edge train` leaves it, with random weights worth testing.
+
+    Every parameter is perturbed, so that no norm gain, α or β is trivially one.
+    """
+    model = CausalLM(config)
+    model.reset_parameters(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    output = StageOutput(directory, stage="train", config={"seed": seed}, inputs={"tokens": tokens_dir})
+    save_model(output.partial, model)
+    shutil.copyfile(tokens_dir / tokens.TOKENIZER, output.partial / TOKENIZER)
+    output.finish(
+        roles={FILE_NAME: "config", WEIGHTS: "weights", TOKENIZER: "tokenizer"}, metrics={"validation_loss": 6.0}
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokens_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real prose (the Python reference's topics) as `meki-edge tokenize` leaves it."""
+    texts = [topics[name] for name in sorted(topics)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    encoded = [np.array([*tokenizer.encode(text).ids, 0], "<u2") for text in texts]
+    directory = tmp_path_factory.mktemp("tokens") / "tokens"
+    output = StageOutput(directory, stage=tokens.STAGE, config={}, inputs={})
+    tokenizer.save(str(output.partial / tokens.TOKENIZER))
+    np.concatenate(encoded[:60]).tofile(output.partial / tokens.TRAIN)
+    np.concatenate(encoded[60:]).tofile(output.partial / tokens.VALIDATION)
+    output.finish(
+        roles={
+            tokens.TOKENIZER: "tokenizer",
+            tokens.TRAIN: "train_tokens",
+            tokens.VALIDATION: "validation_tokens",
+        },
+        metrics={"token_bytes": 2, "vocab_size": VOCAB_SIZE, "eos_token_id": 0},
+    )
+    return directory
+
+
+@pytest.fixture
+def dense_checkpoint(tmp_path: Path, tokens_dir: Path) -> Path:
+    """A random dense checkpoint."""
+    return write_checkpoint(tmp_path / "dense", tiny_config(eos_token_id=0), tokens_dir)
+
+
+@pytest.fixture
+def meki_checkpoint(tmp_path: Path, tokens_dir: Path) -> Path:
+    """A random MeKi checkpoint in training form."""
+    return write_checkpoint(tmp_path / "meki", tiny_config(MEKI, eos_token_id=0), tokens_dir)
