@@ -100,6 +100,9 @@ def load(directory: Path, *, stages: Iterable[str] = ()) -> Manifest:
             where=path,
             fix="regenerate the directory with this version of meki-edge",
         )
+    for name in manifest.files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"the file {name!r} lies outside the directory", where=path, fix="do not use this manifest")
     if stages and manifest.stage not in stages:
         raise UserError(
             f"this is the output of `meki-edge {manifest.stage}`", where=directory, fix=f"give that of {expected}"

@@ -9,12 +9,20 @@ from meki_edge.config import from_dict, to_dict
 from meki_edge.errors import UserError, nearest
 from meki_edge.memory.base import MemoryLayer, Site
 from meki_edge.memory.meki import MekiConfig, MekiLayer
+from meki_edge.memory.mole import MoleConfig, MoleLayer
+from meki_edge.memory.ple import PleConfig, PleLayer
+from meki_edge.memory.staple import StapleConfig, StapleLayer
+from meki_edge.memory.stem import StemConfig, StemLayer
 from meki_edge.model_shape import ModelShape
 
 __all__ = ["KINDS", "MemoryLayer", "Site", "build", "check_options"]
 
 KINDS: dict[str, tuple[type, type[MemoryLayer]]] = {
     "meki": (MekiConfig, MekiLayer),
+    "ple": (PleConfig, PleLayer),
+    "stem": (StemConfig, StemLayer),
+    "staple": (StapleConfig, StapleLayer),
+    "mole": (MoleConfig, MoleLayer),
 }
 
 

@@ -85,16 +85,18 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, whose up projection memories may replace (``with_up`` false) or add to."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, with_up: bool) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False) if with_up else None
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+    def forward(self, hidden: Tensor, up_terms: list[Tensor]) -> Tensor:
+        """``up_terms`` (each ``[B, T, intermediate_size]``) join the up projection's output."""
+        terms = up_terms if self.up_proj is None else [self.up_proj(hidden), *up_terms]
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * sum(terms[1:], start=terms[0]))
 
 
 class DecoderLayer(nn.Module):
@@ -103,20 +105,33 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self._layer = layer
+        self.memories = nn.ModuleList(config.build_memories(layer))
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = FeedForward(config)
-        self.memories = nn.ModuleList(config.build_memories(layer))
+        self.mlp = FeedForward(config, with_up=all(memory.site is not Site.FFN_UP for memory in self.memories))
 
     def forward(self, x: Tensor, attention: AttentionStrategy, rows: list[Tensor]) -> Tensor:
         """``x`` ``[B, T, d]``; ``rows[k]`` feeds ``memories[k]``."""
-        x = x + self.self_attn(self._layer, self.input_layernorm(x), attention)
+        x = self._through(Site.BEFORE_ATTENTION, x, rows)
+        hidden = self.input_layernorm(x)
+        attended = self.self_attn(self._layer, hidden, attention)
+        x = x + sum(self._terms(Site.PARALLEL_ATTENTION, hidden, rows), start=attended)
+        x = self._through(Site.AFTER_ATTENTION, x, rows)
         hidden = self.post_attention_layernorm(x)
-        update = self.mlp(hidden)
-        for memory, memory_rows in self._at(Site.PARALLEL_FFN, rows):
-            update = update + memory.fuse(hidden, memory_rows)
-        return x + update
+        up_terms = self._terms(Site.FFN_UP, hidden, rows) + self._terms(Site.FFN_UP_RESIDUAL, hidden, rows)
+        x = x + sum(self._terms(Site.PARALLEL_FFN, hidden, rows), start=self.mlp(hidden, up_terms))
+        return self._through(Site.AFTER_FFN, x, rows)
+
+    def _terms(self, site: Site, hidden: Tensor, rows: list[Tensor]) -> list[Tensor]:
+        """What each memory at a parallel ``site`` adds."""
+        return [memory.fuse(hidden, memory_rows) for memory, memory_rows in self._at(site, rows)]
+
+    def _through(self, site: Site, x: Tensor, rows: list[Tensor]) -> Tensor:
+        """The residual stream after each memory at a sequential ``site``."""
+        for memory, memory_rows in self._at(site, rows):
+            x = memory.fuse(x, memory_rows)
+        return x
 
     def _at(self, site: Site, rows: list[Tensor]) -> list[tuple[MemoryLayer, Tensor]]:
         return [(memory, r) for memory, r in zip(self.memories, rows, strict=True) if memory.site is site]
@@ -151,7 +166,11 @@ class CausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, ids: Tensor, attention: AttentionStrategy | None = None, rows: Rows | None = None) -> Tensor:
-        """Logits ``[B, T, V]`` of token ``ids`` ``[B, T]`` (int64).
+        """Logits ``[B, T, V]`` of token ``ids`` ``[B, T]`` (int64); arguments as :meth:`final_hidden`."""
+        return self.lm_head(self.final_hidden(ids, attention, rows))
+
+    def final_hidden(self, ids: Tensor, attention: AttentionStrategy | None = None, rows: Rows | None = None) -> Tensor:
+        """What the head reads: normalised hidden states ``[B, T, d]`` of token ``ids`` ``[B, T]`` (int64).
 
         Args:
             attention: defaults to causal attention over whole sequences.
@@ -170,8 +189,7 @@ class CausalLM(nn.Module):
             ]
         if attention is None:
             attention = CausalAttention(self.config, ids.shape[1], ids.device)
-        hidden = self.model(F.embedding(inverse, unique_embeds), attention, rows)
-        return self.lm_head(hidden)
+        return self.model(F.embedding(inverse, unique_embeds), attention, rows)
 
     def split_rows(self, flat: Tensor) -> Rows:
         """Split dequantized ROM rows ``[B, T, row_dim]`` into each layer's memories, in ROM order."""

@@ -1,0 +1,51 @@
+# Two commands do all the set-up: `make demo` runs the pipeline end to end, `make test` the tests.
+# Everything they make lies in .venv/ and build/.
+
+PYTHON ?= python3
+BIN := .venv/bin
+MEKI := $(BIN)/meki-edge
+RUNNER := build/runner/meki-runner
+DEMO := build/demo
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup runner test demo clean check-system
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+check-system:
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "missing: CPython 3.11 or later with venv (Debian: apt-get install python3 python3-venv; or set PYTHON=…)" >&2; exit 1; }
+	@for pair in "g++ g++" "cmake cmake" "make make" "git git"; do set -- $$pair; \
+	  command -v $$1 >/dev/null || { echo "missing: $$1 (Debian: apt-get install $$2)" >&2; exit 1; }; done
+	@test -n "$$ORT_HOME" || test -e /usr/include/onnxruntime/onnxruntime_cxx_api.h || test -e /usr/include/onnxruntime_cxx_api.h || \
+	  command -v npm >/dev/null || \
+	  { echo "missing: npm, which fetches ONNX Runtime's C++ headers (Debian: apt-get install npm; or set ORT_HOME)" >&2; exit 1; }
+
+setup: .venv/.installed ## create .venv and install meki-edge with its tested dependencies
+
+.venv/.installed: pyproject.toml constraints.txt | check-system
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,build]'
+	@touch $@
+
+runner: $(RUNNER) ## build the C++ harness for this machine
+
+$(RUNNER): .venv/.installed $(wildcard android_runner/CMakeLists.txt android_runner/src/*)
+	sh android_runner/fetch_headers.sh build/ort-headers
+	cmake -S android_runner -B build/runner -DCMAKE_BUILD_TYPE=Release \
+	  -DMEKI_ORT_HEADERS=$(abspath build/ort-headers) \
+	  -DMEKI_JSON_INCLUDE=$$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / "include")')
+	cmake --build build/runner --parallel $(JOBS)
+	@touch $@
+
+test: runner ## run the test suite (C++ and Python)
+	ctest --test-dir build/runner --output-on-failure
+	$(BIN)/python -m pytest
+
+clean: ## remove build/ (keeps .venv)
+	rm -rf build
+
+include demo.mk

@@ -1,0 +1,59 @@
+"""Strict configuration: unknown keys, wrong types, and Hugging Face's own files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import MEKI, TINY, tiny_config
+from transformers import Qwen3Config
+
+from meki_edge.errors import UserError
+from meki_edge.model.config import parse, to_json
+
+
+def test_round_trip_with_memories() -> None:
+    config = tiny_config(MEKI, eos_token_id=3)
+    assert parse(to_json(config), "copy") == config
+
+
+def test_a_transformers_config_loads_as_it_is() -> None:
+    theirs = json.loads(Qwen3Config(**TINY).to_json_string())
+    ours = parse(theirs, "config.json")
+    assert (ours.hidden_size, ours.rope_theta, ours.memories) == (32, 10000.0, ())
+
+
+def test_our_dense_config_loads_in_transformers() -> None:
+    theirs = Qwen3Config(**to_json(tiny_config()))
+    assert theirs.num_key_value_heads == 2 and theirs.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"hiden_size": 64}, "unknown key 'hiden_size'; did you mean 'hidden_size'?"),
+        ({"hidden_size": "64"}, "expected int, got '64'"),
+        ({"hidden_size": True}, "expected int, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only 'silu')"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling = {'rope_type': 'yarn'} is not supported (only None)"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters {'rope_type': 'yarn'} is not supported"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"hidden_size": -4}, "hidden_size is -4"),
+        ({"memory_form": "rome"}, "memory_form is 'rome'"),
+        ({"memories": [{"kind": "mekki", "layers": [0], "options": {}}]}, "unknown memory 'mekki'; did you mean 'meki'?"),
+        ({"memories": [{"kind": "meki", "layers": [7], "options": {"memory_dim": 4}}]}, "layers [7] do not name"),
+        ({"memories": [{"kind": "meki", "layers": [0], "options": {"dim": 4}}]}, "unknown key 'dim'"),
+        ({"memories": [{"kind": "meki", "layers": [0], "options": {}}]}, "the key 'memory_dim' is missing"),
+    ],
+)
+def test_errors_say_what(changes: dict, what: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse({**TINY, **changes}, "config.json")
+    assert caught.value.what.startswith(what)
+
+
+def test_a_missing_key_is_named() -> None:
+    values = dict(TINY)
+    del values["head_dim"]
+    with pytest.raises(UserError, match="'head_dim' is missing"):
+        parse(values, "config.json")

@@ -1,0 +1,108 @@
+"""Stages are skipped, resumed or refused by their fingerprint; changed files are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meki_edge import manifest
+from meki_edge.errors import UserError
+from meki_edge.manifest import FILE_NAME, Manifest, StageOutput
+
+
+def run_stage(out: Path, config: dict, source: Path, *, force: bool = False) -> Manifest:
+    output = StageOutput(out, stage="pack", config=config, inputs={"source": source}, force=force)
+    if output.complete is not None:
+        return output.complete
+    (output.partial / "sub").mkdir(exist_ok=True)
+    (output.partial / "sub" / "a.bin").write_bytes(source.read_bytes() * config["times"])
+    (output.partial / "scratch").write_text("left behind")
+    return output.finish(roles={"sub/a.bin": "data"}, metrics={"score": 1.5})
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.write_bytes(b"abc")
+    return path
+
+
+def test_a_finished_stage_reads_back_and_is_skipped(tmp_path: Path, source: Path) -> None:
+    made = run_stage(tmp_path / "out", {"times": 2}, source)
+    assert manifest.load(tmp_path / "out", stages=("pack",)) == made
+    assert made.file(tmp_path / "out", "data").read_bytes() == b"abcabc"
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [FILE_NAME, "sub"]
+    before = (tmp_path / "out" / "sub" / "a.bin").stat().st_mtime_ns
+    assert run_stage(tmp_path / "out", {"times": 2}, source) == made
+    assert (tmp_path / "out" / "sub" / "a.bin").stat().st_mtime_ns == before
+
+
+def test_another_fingerprint_is_refused_and_forced(tmp_path: Path, source: Path) -> None:
+    run_stage(tmp_path / "out", {"times": 2}, source)
+    with pytest.raises(UserError, match="config.times was 2 and is now 3"):
+        run_stage(tmp_path / "out", {"times": 3}, source)
+    source.write_bytes(b"xyz")
+    with pytest.raises(UserError, match="inputs.source was"):
+        run_stage(tmp_path / "out", {"times": 2}, source)
+    run_stage(tmp_path / "out", {"times": 1}, source, force=True)
+    assert (tmp_path / "out" / "sub" / "a.bin").read_bytes() == b"xyz"
+
+
+def test_an_interrupted_stage_is_unfinished_and_resumes(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    half = StageOutput(out, stage="pack", config={"times": 2}, inputs={"source": source})
+    (half.partial / "work").write_text("so far")
+    with pytest.raises(UserError, match="was interrupted"):
+        manifest.load(out)
+    again = StageOutput(out, stage="pack", config={"times": 2}, inputs={"source": source})
+    assert (again.partial / "work").read_text() == "so far"
+    with pytest.raises(UserError, match="unfinished work of another run"):
+        StageOutput(out, stage="pack", config={"times": 9}, inputs={"source": source})
+
+
+def test_foreign_files_are_never_touched(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="no stage of meki-edge recorded"):
+        run_stage(tmp_path / "out", {"times": 1}, source)
+    run_stage(tmp_path / "out", {"times": 1}, source, force=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda path: path.write_bytes(b"abcabd"), "contents changed"),
+        (lambda path: path.write_bytes(b"abc"), "has 3 bytes, the manifest says 6"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+)
+def test_verify_finds_damage(tmp_path: Path, source: Path, damage, what: str) -> None:
+    made = run_stage(tmp_path / "out", {"times": 2}, source)
+    manifest.verify(tmp_path / "out", made)
+    damage(tmp_path / "out" / "sub" / "a.bin")
+    with pytest.raises(UserError, match=what):
+        manifest.verify(tmp_path / "out", made)
+
+
+def test_the_wrong_directory_is_explained(tmp_path: Path, source: Path) -> None:
+    run_stage(tmp_path / "out", {"times": 1}, source)
+    with pytest.raises(UserError, match="this is the output of `meki-edge pack`"):
+        manifest.load(tmp_path / "out", stages=("train",))
+    with pytest.raises(UserError, match="no manifest.json is here"):
+        manifest.load(tmp_path)
+    (tmp_path / "out" / FILE_NAME).write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        manifest.load(tmp_path / "out")
+
+
+def test_a_manifest_that_reaches_outside_its_directory_is_refused(tmp_path: Path, source: Path) -> None:
+    run_stage(tmp_path / "out", {"times": 1}, source)
+    path = tmp_path / "out" / FILE_NAME
+    path.write_text(path.read_text().replace("sub/a.bin", "../source"))
+    with pytest.raises(UserError, match="outside"):
+        manifest.load(tmp_path / "out")
+    with pytest.raises(UserError, match="outside"):
+        run_stage(tmp_path / "out", {"times": 1}, source, force=True)
+    assert source.exists()
