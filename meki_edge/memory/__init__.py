@@ -7,7 +7,9 @@ from typing import Any
 
 from meki_edge.config import from_dict, to_dict
 from meki_edge.errors import UserError, nearest
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, PaddedRows, RowSource, Site, Slot, TokenBatch
+from meki_edge.memory.engram import EngramConfig, EngramLayer
+from meki_edge.memory.l3 import L3Config, L3Layer
 from meki_edge.memory.meki import MekiConfig, MekiLayer
 from meki_edge.memory.mole import MoleConfig, MoleLayer
 from meki_edge.memory.ple import PleConfig, PleLayer
@@ -15,13 +17,15 @@ from meki_edge.memory.staple import StapleConfig, StapleLayer
 from meki_edge.memory.stem import StemConfig, StemLayer
 from meki_edge.model_shape import ModelShape
 
-__all__ = ["KINDS", "MemoryLayer", "Site", "build", "check_options"]
+__all__ = ["KINDS", "MemoryLayer", "PaddedRows", "RowSource", "Site", "Slot", "TokenBatch", "build", "check_options"]
 
 KINDS: dict[str, tuple[type, type[MemoryLayer]]] = {
     "meki": (MekiConfig, MekiLayer),
     "ple": (PleConfig, PleLayer),
     "stem": (StemConfig, StemLayer),
     "staple": (StapleConfig, StapleLayer),
+    "l3": (L3Config, L3Layer),
+    "engram": (EngramConfig, EngramLayer),
     "mole": (MoleConfig, MoleLayer),
 }
 
@@ -35,10 +39,10 @@ def check_options(kind: str, options: Any, where: str | PathLike[str]) -> dict[s
     return to_dict(from_dict(_registered(kind, where)[0], options, where))
 
 
-def build(kind: str, options: dict[str, Any], shape: ModelShape, *, folded: bool) -> MemoryLayer:
-    """One memory layer of ``kind`` for a model of ``shape``, in training or (``folded``) ROM form."""
+def build(kind: str, options: dict[str, Any], shape: ModelShape, slot: Slot, *, folded: bool) -> MemoryLayer:
+    """The memory layer of ``kind`` in ``slot`` of a model of ``shape``, in training or (``folded``) ROM form."""
     config_class, layer_class = _registered(kind, "memories")
-    return layer_class(from_dict(config_class, options, f"memories: {kind}"), shape, folded=folded)
+    return layer_class(from_dict(config_class, options, f"memories: {kind}"), shape, slot, folded=folded)
 
 
 def _registered(kind: str, where: str | PathLike[str]) -> tuple[type, type[MemoryLayer]]:

@@ -14,11 +14,16 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from meki_edge.rom.addressing import Addressing, Identity
+from meki_edge.tokenizer import TextTokenizer
 
 
 class Site(enum.StrEnum):
@@ -49,22 +54,94 @@ class Site(enum.StrEnum):
         return self in (Site.BEFORE_ATTENTION, Site.AFTER_ATTENTION, Site.AFTER_FFN)
 
 
+class PaddedRows(NamedTuple):
+    """Rows of an address that gives each token another number of them.
+
+    ``values`` ``[B, T, K, row_dim]`` and an additive ``mask`` ``[B, T, K]``: 0, or a large negative
+    number where a token has fewer than K rows.
+    """
+
+    values: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """A batch of whole sequences in training form: what a memory computes its rows from.
+
+    ``unique`` ``[N]`` are the distinct ids of ``ids`` ``[B, T]``, ``inverse`` ``[B, T]`` their
+    positions in it, and ``embeddings`` ``[N, d]`` their token embeddings: what depends on an id
+    alone is computed once an id, not once a token.
+    """
+
+    ids: Tensor
+    unique: Tensor
+    inverse: Tensor
+    embeddings: Tensor
+
+
+RowSource = Tensor | PaddedRows | TokenBatch
+
+
+class Past(Protocol):
+    """How a memory with a decode state sees its own earlier inputs."""
+
+    def extend(self, x: Tensor, length: int) -> Tensor:
+        """``x`` ``[B, T, c]`` with its ``length`` predecessors before it: ``[B, length + T, c]`` (zeros at the start)."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Which decoder layer a memory layer serves (0-based), among all ``layers`` of its memory."""
+
+    layer: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TableRecipe:
+    """How the paper trains a table, relative to the backbone."""
+
+    learning_rate_scale: float = 1.0
+    weight_decay: float | None = None
+    """The table's own weight decay; None: as the backbone's matrices."""
+
+
 class MemoryLayer(nn.Module, ABC):
     """One memory of one decoder layer.
 
-    In the *training* form it owns ``table`` ``[vocab_size, table_dim]`` (unless ``table_dim`` is
-    0) and the modules named in ``training_only``; in the *ROM* form it has neither and its rows
-    come from outside.
+    In the *training* form it owns ``table`` ``[num_rows, table_dim]`` (unless ``table_dim`` is 0;
+    with identity addressing num_rows is vocab_size) and what ``training_only`` names; in the *ROM*
+    form it has neither and its rows come from outside.
     """
 
     kind: ClassVar[str]
     training_only: ClassVar[frozenset[str]] = frozenset({"table"})
     """First components of parameter names that vanish when folded."""
+    table_recipe: ClassVar[TableRecipe] = TableRecipe()
 
     site: Site
     row_dim: int
+    """Elements that a token's rows bring to ``fuse`` (of one entry, where the addressing is ragged)."""
     table_dim: int
+    """Elements of a row of ``table``; 0: there is no table."""
+    state_length: int = 0
+    """How many earlier inputs a decoder keeps for this memory, and how wide they are."""
+    state_dim: int = 0
     table: nn.Parameter
+
+    def forward(self, hidden: Tensor, source: RowSource, past: Past) -> Tensor:
+        """:meth:`fuse` of rows, or of the rows that a batch in training form gives."""
+        if isinstance(source, TokenBatch):
+            return self.fuse_batch(hidden, source)
+        return self.fuse(hidden, source)
+
+    def fuse_batch(self, hidden: Tensor, batch: TokenBatch) -> Tensor:
+        """The training forward: ``fuse(hidden, rom_rows(ids))``."""
+        # F.embedding, because its backward sums in a fixed order on the CPU, which index_put does
+        # not: a resumed run must see the same losses.
+        return self.fuse(hidden, F.embedding(batch.inverse, self.rom_rows(batch.unique, batch.embeddings)))
 
     @abstractmethod
     def fold(self, table_rows: Tensor, embeddings: Tensor) -> Tensor:
@@ -74,11 +151,12 @@ class MemoryLayer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def fuse(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def fuse(self, hidden: Tensor, rows: Tensor | PaddedRows) -> Tensor:
         """What the site adds (or, at a sequential site, the new stream).
 
-        ``hidden`` is ``[B, T, d]`` and ``rows`` ``[B, T, row_dim]``. The result is ``[B, T, d]``,
-        at the two ``FFN_UP`` sites ``[B, T, intermediate_size]``.
+        ``hidden`` is ``[B, T, d]`` and ``rows`` ``[B, T, row_dim]``, or :class:`PaddedRows` where
+        the addressing is ragged. The result is ``[B, T, d]``, at the two ``FFN_UP`` sites
+        ``[B, T, intermediate_size]``.
         """
 
     @abstractmethod
@@ -89,6 +167,21 @@ class MemoryLayer(nn.Module, ABC):
     @abstractmethod
     def flops_per_token(self) -> int:
         """Floating-point operations of ``fuse`` for one token (a multiply and an add are two)."""
+
+    @property
+    def addressing(self) -> Addressing:
+        """Which rows a token needs; memories with equal addressing share a ROM file."""
+        return Identity()
+
+    @classmethod
+    def prepare(cls, layers: list[MemoryLayer], corpus: np.ndarray, tokenizer: TextTokenizer) -> None:
+        """Set up what the addressing needs, before training: nothing for most kinds.
+
+        Args:
+            layers: all layers of one memory, in order.
+            corpus: the training text's token ids ``[N]``.
+            tokenizer: the model's tokenizer.
+        """
 
     def upcycle(self, donor: Mapping[str, Tensor], embeddings: Tensor) -> None:
         """Initialise from a pretrained dense layer.

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meki_edge.errors import UserError, nearest
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot
 from meki_edge.model_shape import ModelShape
 
 INIT_STD = 0.014  # official code: M, W_g, W_out, and G's gate and up projections
@@ -95,7 +95,7 @@ class MekiLayer(MemoryLayer):
     kind = "meki"
     training_only = frozenset({"table", "projector", "mix_norm", "alpha", "beta"})
 
-    def __init__(self, config: MekiConfig, shape: ModelShape, *, folded: bool) -> None:
+    def __init__(self, config: MekiConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()
         _check(config)
         self.site = Site(config.position)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meki_edge.errors import UserError
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot
 from meki_edge.model_shape import ModelShape
 
 INIT_STD = 0.02
@@ -41,7 +41,7 @@ class MoleLayer(MemoryLayer):
     kind = "mole"
     training_only = frozenset({"expert_norm", "gate_proj", "up_proj", "down_proj"})
 
-    def __init__(self, config: MoleConfig, shape: ModelShape, *, folded: bool) -> None:
+    def __init__(self, config: MoleConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()
         inner = config.expert_size or shape.intermediate_size
         if config.num_experts < 1 or inner < 1:

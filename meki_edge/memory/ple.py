@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meki_edge.errors import UserError
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot
 from meki_edge.model_shape import ModelShape
 
 INIT_STD = 0.02
@@ -44,7 +44,7 @@ class PleLayer(MemoryLayer):
     kind = "ple"
     training_only = frozenset({"table", "projection", "projection_norm"})
 
-    def __init__(self, config: PleConfig, shape: ModelShape, *, folded: bool) -> None:
+    def __init__(self, config: PleConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()
         if config.memory_dim < 1:
             raise UserError(f"memory_dim is {config.memory_dim}", where="memories: ple", fix="give a positive width")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meki_edge.errors import UserError
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot, TableRecipe
 from meki_edge.model_shape import ModelShape
 
 EXPAND_STD = 0.02
@@ -37,8 +37,9 @@ class StapleLayer(MemoryLayer):
     """One STAPLE table; see the module's docstring."""
 
     kind = "staple"
+    table_recipe = TableRecipe(learning_rate_scale=4.0, weight_decay=1e-4)
 
-    def __init__(self, config: StapleConfig, shape: ModelShape, *, folded: bool) -> None:
+    def __init__(self, config: StapleConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()
         if config.rank is not None and config.rank < 1:
             raise UserError(f"rank is {config.rank}", where="memories: staple", fix="give a positive rank or none")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot
 from meki_edge.model_shape import ModelShape
 
 
@@ -34,7 +34,7 @@ class StemLayer(MemoryLayer):
 
     kind = "stem"
 
-    def __init__(self, config: StemConfig, shape: ModelShape, *, folded: bool) -> None:
+    def __init__(self, config: StemConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()
         self.site = Site.FFN_UP
         self.row_dim = self.table_dim = shape.intermediate_size

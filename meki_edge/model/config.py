@@ -61,7 +61,13 @@ class ModelConfig(ModelShape):
     def build_memories(self, layer: int) -> list[memory.MemoryLayer]:
         """The memories of one decoder layer, in the order of ``memories``."""
         return [
-            memory.build(placement.kind, placement.options, self, folded=self.folded)
+            memory.build(
+                placement.kind,
+                placement.options,
+                self,
+                memory.Slot(layer=layer, layers=placement.layers),
+                folded=self.folded,
+            )
             for placement in self.memories
             if layer in placement.layers
         ]

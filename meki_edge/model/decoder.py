@@ -12,17 +12,18 @@ D head_dim, V vocab_size.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meki_edge.memory import MemoryLayer, Site
+from meki_edge.memory import MemoryLayer, RowSource, Site, TokenBatch
 from meki_edge.model.config import ModelConfig
 
-Rows = list[list[Tensor]]
-"""``rows[layer][memory]`` is ``[B, T, row_dim]``."""
+Rows = list[list[RowSource]]
+"""``rows[layer][memory]``: mostly ``[B, T, row_dim]``."""
 
 
 class AttentionStrategy(Protocol):
@@ -31,6 +32,22 @@ class AttentionStrategy(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """``query`` ``[B, T, H, D]``, ``key`` and ``value`` ``[B, T, KV, D]``, before RoPE → ``[B, T, H·D]``."""
         ...
+
+    def extend(self, layer: int, memory: int, x: Tensor, length: int) -> Tensor:
+        """``x`` ``[B, T, c]`` of a memory with the ``length`` steps before it: ``[B, length + T, c]``."""
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryPast:
+    """One memory's view of the strategy's past; see :class:`meki_edge.memory.base.Past`."""
+
+    attention: AttentionStrategy
+    layer: int
+    memory: int
+
+    def extend(self, x: Tensor, length: int) -> Tensor:
+        return self.attention.extend(self.layer, self.memory, x, length)
 
 
 def rotary_angles(positions: Tensor, head_dim: int, rope_theta: float) -> tuple[Tensor, Tensor]:
@@ -59,6 +76,9 @@ class CausalAttention:
         key = apply_rotary(key, self._cos, self._sin).transpose(1, 2)
         out = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
+
+    def extend(self, layer: int, memory: int, x: Tensor, length: int) -> Tensor:
+        return F.pad(x, (0, 0, length, 0))
 
 
 class Attention(nn.Module):
@@ -111,30 +131,36 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FeedForward(config, with_up=all(memory.site is not Site.FFN_UP for memory in self.memories))
 
-    def forward(self, x: Tensor, attention: AttentionStrategy, rows: list[Tensor]) -> Tensor:
+    def forward(self, x: Tensor, attention: AttentionStrategy, rows: list[RowSource]) -> Tensor:
         """``x`` ``[B, T, d]``; ``rows[k]`` feeds ``memories[k]``."""
-        x = self._through(Site.BEFORE_ATTENTION, x, rows)
+        pasts = [MemoryPast(attention, self._layer, number) for number in range(len(self.memories))]
+        fed = list(zip(self.memories, rows, pasts, strict=True))
+        x = _through(Site.BEFORE_ATTENTION, x, fed)
         hidden = self.input_layernorm(x)
         attended = self.self_attn(self._layer, hidden, attention)
-        x = x + sum(self._terms(Site.PARALLEL_ATTENTION, hidden, rows), start=attended)
-        x = self._through(Site.AFTER_ATTENTION, x, rows)
+        x = x + sum(_terms(Site.PARALLEL_ATTENTION, hidden, fed), start=attended)
+        x = _through(Site.AFTER_ATTENTION, x, fed)
         hidden = self.post_attention_layernorm(x)
-        up_terms = self._terms(Site.FFN_UP, hidden, rows) + self._terms(Site.FFN_UP_RESIDUAL, hidden, rows)
-        x = x + sum(self._terms(Site.PARALLEL_FFN, hidden, rows), start=self.mlp(hidden, up_terms))
-        return self._through(Site.AFTER_FFN, x, rows)
+        up_terms = _terms(Site.FFN_UP, hidden, fed) + _terms(Site.FFN_UP_RESIDUAL, hidden, fed)
+        x = x + sum(_terms(Site.PARALLEL_FFN, hidden, fed), start=self.mlp(hidden, up_terms))
+        return _through(Site.AFTER_FFN, x, fed)
 
-    def _terms(self, site: Site, hidden: Tensor, rows: list[Tensor]) -> list[Tensor]:
-        """What each memory at a parallel ``site`` adds."""
-        return [memory.fuse(hidden, memory_rows) for memory, memory_rows in self._at(site, rows)]
 
-    def _through(self, site: Site, x: Tensor, rows: list[Tensor]) -> Tensor:
-        """The residual stream after each memory at a sequential ``site``."""
-        for memory, memory_rows in self._at(site, rows):
-            x = memory.fuse(x, memory_rows)
-        return x
+Fed = list[tuple[MemoryLayer, RowSource, MemoryPast]]
+"""Each memory of a layer with what feeds it."""
 
-    def _at(self, site: Site, rows: list[Tensor]) -> list[tuple[MemoryLayer, Tensor]]:
-        return [(memory, r) for memory, r in zip(self.memories, rows, strict=True) if memory.site is site]
+
+def _terms(site: Site, hidden: Tensor, fed: Fed) -> list[Tensor]:
+    """What each memory at a parallel ``site`` adds."""
+    return [memory(hidden, rows, past) for memory, rows, past in fed if memory.site is site]
+
+
+def _through(site: Site, x: Tensor, fed: Fed) -> Tensor:
+    """The residual stream after each memory at a sequential ``site``."""
+    for memory, rows, past in fed:
+        if memory.site is site:
+            x = memory(x, rows, past)
+    return x
 
 
 class Decoder(nn.Module):
@@ -176,20 +202,15 @@ class CausalLM(nn.Module):
             attention: defaults to causal attention over whole sequences.
             rows: the memory rows of every token; needed in ROM form, computed in training form.
         """
-        # One gather for the distinct ids of the batch serves the backbone and every memory. The
-        # rows are spread with F.embedding because its backward sums in a fixed order on the CPU,
-        # which index_put does not: a resumed run must see the same losses.
+        # One gather for the distinct ids of the batch serves the backbone and every memory.
         unique, inverse = ids.unique(return_inverse=True)
-        unique_embeds = self.model.embed_tokens(unique)
+        batch = TokenBatch(ids, unique, inverse, self.model.embed_tokens(unique))
         if rows is None:
             assert not self.config.folded, "the ROM form needs rows"
-            rows = [
-                [F.embedding(inverse, memory.rom_rows(unique, unique_embeds)) for memory in layer.memories]
-                for layer in self.model.layers
-            ]
+            rows = [[batch for _ in layer.memories] for layer in self.model.layers]
         if attention is None:
             attention = CausalAttention(self.config, ids.shape[1], ids.device)
-        return self.model(F.embedding(inverse, unique_embeds), attention, rows)
+        return self.model(F.embedding(inverse, batch.embeddings), attention, rows)
 
     def split_rows(self, flat: Tensor) -> Rows:
         """Split dequantized ROM rows ``[B, T, row_dim]`` into each layer's memories, in ROM order."""

@@ -22,6 +22,7 @@ class CachedAttention:
         self._values = torch.zeros(shape, device=device)
         positions = torch.arange(context_length, device=device)
         self._cos, self._sin = rotary_angles(positions, config.head_dim, config.rope_theta)
+        self._states: dict[tuple[int, int], Tensor] = {}
         self.length = 0
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -40,6 +41,14 @@ class CachedAttention:
             enable_gqa=True,
         )
         return out.transpose(1, 2).flatten(2)
+
+    def extend(self, layer: int, memory: int, x: Tensor, length: int) -> Tensor:
+        state = self._states.get((layer, memory))
+        if state is None:
+            state = x.new_zeros(x.shape[0], length, x.shape[2])
+        extended = torch.cat((state, x), dim=1)
+        self._states[layer, memory] = extended[:, extended.shape[1] - length :]
+        return extended
 
     def advance(self, num_tokens: int) -> None:
         """Count ``num_tokens`` more tokens as cached."""

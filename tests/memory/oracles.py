@@ -79,3 +79,56 @@ def mole_update(p: Params, hidden: np.ndarray, rows: np.ndarray) -> np.ndarray:
     weights = softmax(hidden @ p["router.weight"].T)
     experts = rows.reshape(len(rows), weights.shape[1], -1)
     return np.einsum("ne,ned->nd", weights, experts)
+
+
+def l3_stream(p: Params, x: np.ndarray, ids: np.ndarray, tied: bool) -> np.ndarray:
+    """One token at a time, over the token's own entries."""
+    hidden_size = x.shape[1]
+    out = np.empty_like(x)
+    for i, token in enumerate(ids):
+        entries = p["table"][p["offsets"][token] : p["offsets"][token + 1]]
+        keys, values = entries[:, :hidden_size], entries if tied else entries[:, hidden_size:]
+        h = rms_norm(x[i], p["input_norm.weight"])
+        r = values.T @ softmax(keys @ h / math.sqrt(hidden_size))
+        up = rms_norm(p["up_proj.weight"] @ r, p["up_norm.weight"])
+        out[i] = x[i] + p["mix_proj.weight"] @ np.concatenate((up, h))
+    return out
+
+
+def engram_row_ids(
+    token_map: list[int], multipliers: list[int], primes: list[list[int]], pad: int, ids: list[int]
+) -> list[list[int]]:
+    """Python integers, position by position."""
+    rows = []
+    for i in range(len(ids)):
+        row, offset = [], 0
+        for n in range(2, len(multipliers) + 1):
+            mix = 0
+            for k in range(n):
+                compressed = token_map[ids[i - k]] if i - k >= 0 else pad
+                mix ^= compressed * multipliers[k]
+            for prime in primes[n - 2]:
+                row.append(mix % prime + offset)
+                offset += prime
+        rows.append(row)
+    return rows
+
+
+def engram_stream(p: Params, x: np.ndarray, e: np.ndarray, dilation: int, plain: bool) -> np.ndarray:
+    length, hidden_size = x.shape
+    s = np.sum(
+        rms_norm(e @ p["key_proj.weight"].T, p["key_norm.weight"]) * rms_norm(x, p["query_norm.weight"]),
+        axis=1,
+        keepdims=True,
+    ) / math.sqrt(hidden_size)
+    if not plain:
+        s = np.sign(s) * np.sqrt(np.maximum(np.abs(s), 1e-6))
+    u = sigmoid(s) * (e @ p["value_proj.weight"].T)
+    normed, taps = rms_norm(u, p["conv_norm.weight"]), p["conv.weight"][:, 0]
+    conv = np.zeros_like(u)
+    for i in range(length):
+        for tap in range(taps.shape[1]):
+            source = i - (taps.shape[1] - 1 - tap) * dilation
+            if source >= 0:
+                conv[i] += taps[:, tap] * normed[source]
+    return x + u + silu(conv)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meki_edge import memory
 from meki_edge.errors import UserError
-from meki_edge.memory.base import MemoryLayer, Site
+from meki_edge.memory.base import MemoryLayer, Site, Slot
 from meki_edge.model.decoder import CausalLM
 
 MEKI_VARIANTS = [
@@ -38,7 +38,8 @@ CASES: list[tuple[str, dict]] = [
 
 def build(kind: str, options: dict, *, folded: bool = False) -> MemoryLayer:
     """A float64 layer with every parameter random."""
-    layer = memory.build(kind, options, tiny_config(vocab_size=20, hidden_size=8, intermediate_size=14), folded=folded)
+    shape = tiny_config(vocab_size=20, hidden_size=8, intermediate_size=14)
+    layer = memory.build(kind, options, shape, Slot(layer=0, layers=(0,)), folded=folded)
     generator = torch.Generator().manual_seed(3)
     layer.double()
     with torch.no_grad():
@@ -215,7 +216,7 @@ def test_two_memories_share_a_layer() -> None:
 )
 def test_bad_options(kind: str, options: dict, what: str) -> None:
     with pytest.raises(UserError) as caught:
-        memory.build(kind, options, tiny_config(), folded=False)
+        memory.build(kind, options, tiny_config(), Slot(layer=0, layers=(0,)), folded=False)
     assert caught.value.what.startswith(what)
 
 
