@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
@@ -15,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from meki_edge.errors import UserError
 
@@ -34,6 +38,48 @@ def show_error(error: UserError) -> None:
     stderr.print(f"[dim]   do:[/] {_escape(error.fix)}", soft_wrap=True)
 
 
+def stream(text: str) -> None:
+    """Text as it comes, exactly, without a line break of ours (stdout)."""
+    stdout.file.write(text)
+    stdout.file.flush()
+
+
+def show_json(value: Any) -> None:
+    """A result as JSON (stdout)."""
+    stream(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def show_metrics(values: Mapping[str, Any], *, title: str | None, skip: tuple[str, ...] = ()) -> None:
+    """Named figures as a two-column table (stderr); nested objects are flattened with dots."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    for name, value in _flat(values):
+        if name not in skip:
+            table.add_row(name, _escape(f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if _whole(value) else str(value)))
+    stderr.print(table)
+
+
+def show_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
+    """A table of text (stdout); columns after the second are numbers."""
+    table = Table(title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*map(_escape, row))
+    stdout.print(table)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @contextmanager
 def progress(*extra: str) -> Iterator[Progress]:
     """A progress bar on stderr; ``extra`` are rich text columns such as ``"{task.fields[loss]}"``.
@@ -51,6 +97,22 @@ def progress(*extra: str) -> Iterator[Progress]:
     ]
     with Progress(*columns, console=stderr) as bar:
         yield bar
+
+
+@contextmanager
+def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over ``total`` bytes; call what it yields with the bytes of each step."""
+    columns = [
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=stderr) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def _escape(text: str) -> str:

@@ -126,6 +126,12 @@ class MemoryLayer(nn.Module, ABC):
     """Elements that a token's rows bring to ``fuse`` (of one entry, where the addressing is ragged)."""
     table_dim: int
     """Elements of a row of ``table``; 0: there is no table."""
+    num_rows: int
+    """Rows of the ROM (with identity addressing, vocab_size)."""
+    rows_per_token: int = 1
+    """The most ROM rows that a token reads."""
+    stored_dim: int
+    """Elements of a ROM row: ``row_dim``, or a hash head's part of it."""
     state_length: int = 0
     """How many earlier inputs a decoder keeps for this memory, and how wide they are."""
     state_dim: int = 0

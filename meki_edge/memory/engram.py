@@ -69,10 +69,12 @@ class EngramLayer(MemoryLayer):
         _check(config)
         self._config, self._layer = config, slot.layer
         self._primes = head_primes(config, slot)
-        hidden_size, num_rows = shape.hidden_size, sum(map(sum, self._primes))
+        hidden_size = shape.hidden_size
         self.site = Site.BEFORE_ATTENTION
         self.row_dim = config.memory_dim
-        self.table_dim = config.memory_dim // (config.num_heads * (config.max_ngram - 1))
+        self.num_rows = sum(map(sum, self._primes))
+        self.rows_per_token = config.num_heads * (config.max_ngram - 1)
+        self.table_dim = self.stored_dim = config.memory_dim // self.rows_per_token
         self.state_length = (config.kernel_size - 1) * config.max_ngram
         self.state_dim = hidden_size
         self._scale = hidden_size**-0.5
@@ -85,7 +87,7 @@ class EngramLayer(MemoryLayer):
             hidden_size, hidden_size, config.kernel_size, groups=hidden_size, dilation=config.max_ngram, bias=False
         )
         if not folded:
-            self.table = nn.Parameter(torch.empty(num_rows, self.table_dim))
+            self.table = nn.Parameter(torch.empty(self.num_rows, self.table_dim))
             self.token_map: Tensor
             self.multipliers: Tensor
             self.pad_id: Tensor

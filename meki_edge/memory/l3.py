@@ -75,9 +75,10 @@ class L3Layer(MemoryLayer):
         hidden_size = shape.hidden_size
         value_dim = hidden_size if config.tied else config.value_dim or hidden_size // 2
         up_dim = config.up_dim or 2 * hidden_size
-        self._num_entries = config.num_entries or DEFAULT_ENTRIES_PER_TOKEN * shape.vocab_size
         self.site = Site.AFTER_FFN
         self.row_dim = self.table_dim = hidden_size if config.tied else hidden_size + value_dim
+        self.num_rows = config.num_entries or DEFAULT_ENTRIES_PER_TOKEN * shape.vocab_size
+        self.rows_per_token, self.stored_dim = config.max_entries, self.row_dim
         self._key_dim = hidden_size
         self._scale = hidden_size**-0.5 if config.scale_logits else 1.0
         self.input_norm = nn.RMSNorm(hidden_size, eps=shape.rms_norm_eps) if config.pre_norm else None
@@ -85,7 +86,7 @@ class L3Layer(MemoryLayer):
         self.up_norm = nn.RMSNorm(up_dim, eps=shape.rms_norm_eps)
         self.mix_proj = nn.Linear(up_dim + hidden_size, hidden_size, bias=False)
         if not folded:
-            self.table = nn.Parameter(torch.empty(self._num_entries, self.row_dim))
+            self.table = nn.Parameter(torch.empty(self.num_rows, self.row_dim))
             self.offsets: Tensor
             self.register_buffer("offsets", torch.zeros(shape.vocab_size + 1, dtype=torch.int64))
 
@@ -107,7 +108,7 @@ class L3Layer(MemoryLayer):
         entries = allocate(
             corpus,
             vocab_size=first._vocab_size,
-            num_entries=first._num_entries,
+            num_entries=first.num_rows,
             max_entries=first._config.max_entries,
             separator=tokenizer.eos_token_id,
             mode=first._config.allocation,

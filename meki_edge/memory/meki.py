@@ -100,6 +100,7 @@ class MekiLayer(MemoryLayer):
         _check(config)
         self.site = Site(config.position)
         self.row_dim = config.memory_dim
+        self.num_rows, self.stored_dim = shape.vocab_size, self.row_dim
         self.table_dim = 0 if config.content == "dynamic" else config.memory_dim
         self._dynamic = config.content != "static"
         self._num_layers = shape.num_hidden_layers

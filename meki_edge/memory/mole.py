@@ -52,6 +52,7 @@ class MoleLayer(MemoryLayer):
             )
         self.site = Site.PARALLEL_FFN
         self.row_dim, self.table_dim = config.num_experts * shape.hidden_size, 0
+        self.num_rows, self.stored_dim = shape.vocab_size, self.row_dim
         self._num_experts, self._num_layers = config.num_experts, shape.num_hidden_layers
         self.router = nn.Linear(shape.hidden_size, config.num_experts, bias=False)
         if not folded:

@@ -50,6 +50,7 @@ class PleLayer(MemoryLayer):
             raise UserError(f"memory_dim is {config.memory_dim}", where="memories: ple", fix="give a positive width")
         self.site = Site.AFTER_FFN
         self.row_dim = self.table_dim = config.memory_dim
+        self.num_rows, self.stored_dim = shape.vocab_size, self.row_dim
         self.gate_proj = nn.Linear(shape.hidden_size, config.memory_dim, bias=False)
         self.out_proj = nn.Linear(config.memory_dim, shape.hidden_size, bias=False)
         self.out_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)

@@ -45,6 +45,7 @@ class StapleLayer(MemoryLayer):
             raise UserError(f"rank is {config.rank}", where="memories: staple", fix="give a positive rank or none")
         self.site = Site.FFN_UP_RESIDUAL
         self.row_dim = self.table_dim = config.rank or shape.intermediate_size
+        self.num_rows, self.stored_dim = shape.vocab_size, self.row_dim
         self.expand = None if config.rank is None else nn.Linear(config.rank, shape.intermediate_size, bias=False)
         if not folded:
             self.table = nn.Parameter(torch.empty(shape.vocab_size, self.table_dim))

@@ -38,6 +38,7 @@ class StemLayer(MemoryLayer):
         super().__init__()
         self.site = Site.FFN_UP
         self.row_dim = self.table_dim = shape.intermediate_size
+        self.num_rows, self.stored_dim = shape.vocab_size, self.row_dim
         if not folded:
             self.table = nn.Parameter(torch.empty(shape.vocab_size, shape.intermediate_size))
 

@@ -1,0 +1,97 @@
+"""What each memory costs at a model's shape: parameters in RAM, ROM bytes, bytes a token, FLOPs.
+
+Counted on layers built without storage (torch's meta device), so a 4B shape costs nothing to ask
+about, and a new memory kind needs no formula here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meki_edge.memory import Site, Slot, build
+from meki_edge.model.config import MemoryPlacement, ModelConfig, check
+from meki_edge.model.decoder import DecoderLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCost:
+    """The cost of one memory in all of its layers, beside the dense model.
+
+    ``bytes_per_element`` is 2 (fp16 rows without padding), as the papers count.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    num_layers: int
+    ram_parameters: int
+    """Parameters more (or fewer) than dense that stay in memory."""
+    training_parameters: int
+    """Parameters more than dense while training, tables included."""
+    rom_parameters: int
+    """Elements of all ROM rows."""
+    rom_bytes: int
+    bytes_per_token: int
+    """Bytes of rows that a token reads at most."""
+    flops_per_token: int
+    """FLOPs more (or fewer) than dense a decoded token."""
+
+
+def cost(dense: ModelConfig, kind: str, options: dict[str, Any], layers: tuple[int, ...]) -> MemoryCost:
+    """What memory ``kind`` with ``options`` in ``layers`` adds to the ``dense`` shape.
+
+    Raises:
+        UserError: options that the kind does not know or that do not fit.
+    """
+    placement = MemoryPlacement(kind=kind, layers=layers, options=options)
+    training = check(dataclasses.replace(dense, memories=(placement,)), f"memory {kind}")
+    folded = dataclasses.replace(training, memory_form="rom")
+    ram = in_training = rom_elements = token_elements = flops = 0
+    with torch.device("meta"):
+        plain = _parameters(dense, layers[0])
+        for layer in layers:
+            memory = build(kind, training.memories[0].options, dense, Slot(layer=layer, layers=layers), folded=True)
+            ram += _parameters(folded, layer) - plain
+            in_training += _parameters(training, layer) - plain
+            rom_elements += memory.num_rows * memory.stored_dim
+            token_elements += memory.rows_per_token * memory.stored_dim
+            flops += memory.flops_per_token
+            if memory.site is Site.FFN_UP:
+                flops -= 2 * dense.hidden_size * dense.intermediate_size
+    return MemoryCost(
+        kind=kind,
+        options=training.memories[0].options,
+        num_layers=len(layers),
+        ram_parameters=ram,
+        training_parameters=in_training,
+        rom_parameters=rom_elements,
+        rom_bytes=2 * rom_elements,
+        bytes_per_token=2 * token_elements,
+        flops_per_token=flops,
+    )
+
+
+def survey(dense: ModelConfig) -> list[MemoryCost]:
+    """Every memory at the ``dense`` shape, placed as its paper places it."""
+    every = tuple(range(dense.num_hidden_layers))
+    early, middle = every[1 : 1 + max(1, len(every) // 2)], every[len(every) // 4 :: max(1, len(every) // 2)][:2]
+    width = max(8, dense.hidden_size // 8)
+    hashed = -(-dense.hidden_size // 2 // 16) * 16
+    placements: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+        ("meki", {"memory_dim": width}, every),
+        ("ple", {}, every),
+        ("stem", {}, every[1:] or every),
+        ("staple", {}, early or every),
+        ("staple", {"rank": width}, early or every),
+        ("l3", {}, middle),
+        ("engram", {"table_size": dense.vocab_size, "memory_dim": hashed}, middle),
+        ("mole", {"num_experts": 4}, every),
+    ]
+    return [cost(dense, kind, options, layers) for kind, options, layers in placements]
+
+
+def _parameters(config: ModelConfig, layer: int) -> int:
+    return sum(parameter.numel() for parameter in DecoderLayer(config, layer).parameters())

@@ -1,0 +1,60 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meki_edge.errors import UserError
+
+OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Directory to write, with a manifest.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what another configuration left in the output directory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Tokens = Annotated[Path, typer.Argument(help="Output of `meki-edge tokenize`.")]
+Checkpoint = Annotated[Path, typer.Argument(help="Output of `meki-edge train` or `meki-edge reparam`.")]
+Threads = Annotated[int, typer.Option("--threads", "-t", help="Threads of the graph.")]
+MemoryOption = Annotated[
+    list[str] | None, typer.Option("--memory-option", help="name=value, such as memory_dim=128; may be repeated.")
+]
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``"0,2-5"`` → (0, 2, 3, 4, 5).
+
+    Raises:
+        UserError: not a list of layers and ranges.
+    """
+    layers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UserError(f"{text!r} is not a list of layers", where="--memory-layers", fix="write it as 0,2-5")
+        layers.extend(range(int(first), int(last or first) + 1))
+    return tuple(layers)
+
+
+def parse_memory_options(pairs: list[str] | None) -> dict[str, Any]:
+    """``["memory_dim=128", "position=after_ffn"]`` → a dict; a value is JSON, or else a string."""
+    return {name: _value(text) for name, text in (_pair(pair, "--memory-option") for pair in pairs or [])}
+
+
+def parse_curves(pairs: list[str] | None) -> dict[str, Path]:
+    """``["meki=build/train"]`` → arm → directory."""
+    return {name: Path(text) for name, text in (_pair(pair, "--curve") for pair in pairs or [])}
+
+
+def _pair(pair: str, option: str) -> tuple[str, str]:
+    name, equals, text = pair.partition("=")
+    if not name or not equals:
+        raise UserError(f"{pair!r} is not name=value", where=option, fix="write it as name=value")
+    return name, text
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
