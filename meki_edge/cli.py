@@ -190,7 +190,7 @@ def compile_(
     output_dir: OutputDir,
     chipset: Annotated[str, typer.Option(help="Such as sm8750, or 'Snapdragon 8 Elite'.")] = "sm8750",
     optimization_level: Annotated[int, typer.Option(help="HTP graph optimisation, 1 to 3.")] = 3,
-    verify_steps: Annotated[int, typer.Option(help="Decode steps run in the NPU simulator.")] = 4,
+    verify_steps: Annotated[int, typer.Option(help="Decode steps run in the NPU simulator, after a prefill chunk; 0: none.")] = 4,
     optional: Annotated[bool, typer.Option("--optional", help="Where the compiler is missing, say so and go on.")] = False,
     force: Force = False,
     as_json: Json = False,

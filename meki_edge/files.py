@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,6 +15,22 @@ from typing import Any
 from meki_edge.errors import UserError
 
 BLOCK_BYTES = 1 << 22
+STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn what a full or failing disk raises while ``path`` is written into a :class:`UserError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        raise UserError(
+            f"cannot write the file: {error.strerror}",
+            where=path,
+            fix="free some space or choose another --output-dir, then run the command again",
+        ) from None
 
 
 @contextmanager
@@ -21,15 +38,17 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it over ``path`` if the body succeeds.
 
     The data is on the disk before the rename, so a reader (or a power cut) sees the old file or
-    the new one, never a half. If the body raises, the temporary file is removed.
+    the new one, never a half. If the body raises, the temporary file is removed; a full or
+    failing disk is a :class:`UserError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with storage_errors(path):
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

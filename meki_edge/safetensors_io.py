@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,10 +59,13 @@ class SafetensorsFile:
             self._fd = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise UserError(f"cannot open the file: {error.strerror}", where=path, fix="check the path") from None
-        self.size = os.fstat(self._fd).st_size
+        status = os.fstat(self._fd)
+        self.size = status.st_size
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, TensorEntry] = {}
         try:
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError("not a regular file", where=path, fix="name a safetensors file")
             self._read_header()
         except BaseException:
             self.close()
@@ -117,7 +121,12 @@ class SafetensorsFile:
         view = memoryview(array).cast("B") if array.nbytes else memoryview(b"")
         done = 0
         while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise UserError(
+                    f"reading tensor {name!r} failed: {error.strerror}", where=self.path, fix="check the disk"
+                ) from None
             if count == 0:
                 raise UserError(
                     f"the file ends inside tensor {name!r}", where=self.path, fix="copy or regenerate the file"
@@ -137,14 +146,18 @@ class SafetensorsFile:
         try:
             header = json.loads(os.pread(self._fd, header_bytes, 8))
             self.metadata = dict(header.pop("__metadata__", {}))
+            if not all(isinstance(value, str) for value in self.metadata.values()):
+                raise TypeError("__metadata__ maps strings to strings")
             data_start = 8 + header_bytes
             for name, fields in header.items():
                 begin, end = fields["data_offsets"]
-                shape = tuple(int(size) for size in fields["shape"])
+                shape = tuple(fields["shape"])
+                if not all(type(number) is int for number in (begin, end, *shape)):
+                    raise TypeError(f"the shape and offsets of {name!r} are not all integers")
                 self.tensors[name] = TensorEntry(
-                    dtype=fields["dtype"], shape=shape, start=data_start + begin, stop=data_start + end
+                    dtype=str(fields["dtype"]), shape=shape, start=data_start + begin, stop=data_start + end
                 )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise broken(f"the safetensors header is not valid: {error!r}") from None
         for name, entry in self.tensors.items():
             if entry.dtype not in DTYPES:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+
+# Before torch is loaded, and for subprocesses too: on matrices this small a second thread only
+# waits, and on a busy machine it waits long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
@@ -98,3 +103,33 @@ def dense_checkpoint(tmp_path: Path, tokens_dir: Path) -> Path:
 def meki_checkpoint(tmp_path: Path, tokens_dir: Path) -> Path:
     """A random MeKi checkpoint in training form."""
     return write_checkpoint(tmp_path / "meki", tiny_config(MEKI, eos_token_id=0), tokens_dir)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, tokens_dir: Path) -> dict[str, tuple[Path, Path]]:
+    """(checkpoint, export) of a dense model and of a folded MeKi model, by the real stages; do not change them."""
+    from export.graph import ExportConfig, export
+    from meki_edge.reparam import ReparamConfig, reparam
+
+    directory = tmp_path_factory.mktemp("exported")
+    training = write_checkpoint(directory / "training", tiny_config(MEKI, eos_token_id=0), tokens_dir)
+    folding = ReparamConfig(table_precision="int8", proof_windows=2, window_length=64)
+    reparam(training, tokens_dir, directory / "meki", folding)
+    write_checkpoint(directory / "dense", tiny_config(eos_token_id=0), tokens_dir)
+    made = {}
+    for name in ("dense", "meki"):
+        config = ExportConfig(context_length=160, prefill_tokens=16, verify_tokens=20)
+        export(directory / name, tokens_dir, directory / f"{name}-export", config)
+        made[name] = (directory / name, directory / f"{name}-export")
+    return made
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, tuple[Path, Path]]) -> dict[str, Path]:
+    """The packed bundles ``dense`` and ``meki``; do not change them."""
+    from meki_edge.device.pack import PackConfig, pack
+
+    directory = tmp_path_factory.mktemp("bundles")
+    for name, (checkpoint, graphs) in exported.items():
+        pack(graphs, checkpoint, directory / name, PackConfig())
+    return {name: directory / name for name in exported}

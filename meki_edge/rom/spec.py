@@ -159,13 +159,16 @@ def from_metadata(
         raise broken(f"the tensor 'rows' has shape {shape}, not [num_rows, row_stride]")
     try:
         listed: Any = json.loads(metadata["segments"])
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise broken(f"'segments' is not valid JSON: {error}") from None
     if not isinstance(listed, list) or not listed:
         raise broken("'segments' is not a list with at least one segment")
     segments = tuple(from_dict(Segment, values, f"{where}: segments[{i}]") for i, values in enumerate(listed))
-    end = 0
+    end, previous = 0, (-2, 0)
     for index, segment in enumerate(segments):
+        if not previous < (segment.layer, segment.memory) or segment.layer < -1 or segment.memory < 0:
+            raise broken(f"segment {index} (layer {segment.layer}, memory {segment.memory}) is out of order")
+        previous = (segment.layer, segment.memory)
         size = codec(segment.codec, f"{where}: segments[{index}].codec").num_bytes(segment.dim)
         if segment.dim < 1 or segment.offset < end or segment.offset + size > shape[1]:
             raise broken(f"segment {index} overlaps its neighbour or does not fit the row of {shape[1]} bytes")

@@ -1,0 +1,227 @@
+"""Export: a checkpoint becomes two ONNX graphs with static shapes, prefill and decode.
+
+What depends on token ids alone stays with the host, which feeds embeddings, memory rows, the mask
+and the rotary angles, and which owns the key/value cache (:mod:`meki_edge.graph_spec` says how).
+Both graphs are traced without their weights (:mod:`export.trace`); those are streamed from the
+checkpoint into one file (:mod:`export.passes`), and the result is run against PyTorch
+(:mod:`export.verify`) before the stage counts as done.
+
+Output: ``graph_spec.json``, ``prefill.onnx`` and ``decode.onnx`` (operator set 23, float32), the
+``weights.data`` that both refer to, ``embedding.safetensors`` (a ROM file of the token embedding)
+and the tokenizer. The memories' ROM stays in the checkpoint; ``meki-edge pack`` brings both
+together.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from export import passes
+from export.inputs import open_directory, open_tokens
+from export.trace import graph_spec, rom_dims, trace
+from export.verify import verify
+from meki_edge import console, manifest
+from meki_edge import tokens as token_shards
+from meki_edge.config import to_dict
+from meki_edge.errors import UserError
+from meki_edge.files import require_free_space, storage_errors, write_json
+from meki_edge.graph_spec import FILE_NAME, GraphSpec
+from meki_edge.manifest import Manifest, StageOutput
+from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, Checkpoint
+from meki_edge.model.config import ModelConfig
+from meki_edge.rom.reader import RomReader
+from meki_edge.rom.spec import RomSpec, layout, row_stride
+from meki_edge.rom.writer import RomWriter
+from meki_edge.tokens import TokenShards
+
+STAGE = "export"
+ROM_ROLE = "rom"
+EMBEDDING_LAYER = -1  # of a segment that holds token embeddings
+EMBEDDING_ROWS = 4096  # rows of the token embedding held in memory at a time
+CARRIED_METRICS = ("validation_loss", "validation_tokens", "ram_parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Shapes of the graphs, fixed at export because the NPU takes no others."""
+
+    context_length: int = 1024
+    """C: slots of the key/value cache, and the longest sequence."""
+
+    prefill_tokens: int = 128
+    """T of the prefill graph: how many prompt tokens one call takes."""
+
+    verify_tokens: int = 200
+    """Tokens of validation text on which the graphs are compared with PyTorch (at most C)."""
+
+
+def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, force: bool = False) -> Manifest:
+    """Export ``checkpoint`` (dense, or folded by `meki-edge reparam`) and verify the graphs.
+
+    Args:
+        checkpoint: a directory of `meki-edge train` or `meki-edge reparam`.
+        tokens: the tokens directory; its validation split is what the graphs are verified on.
+
+    Raises:
+        UserError: a training-form checkpoint with memories, shapes that do not fit the model, a
+            ROM or tokenizer of another model, or graphs that do not compute what PyTorch does.
+    """
+    source = open_directory(checkpoint, ("train", "reparam"))
+    started = time.monotonic()
+    with Checkpoint(checkpoint) as weights:
+        model = weights.config
+        shards = _open_tokens(tokens, source, model, checkpoint)
+        _check_shapes(config, model, checkpoint)
+        rom = _rom(source, model, shards, checkpoint)
+        text = shards.validation_windows(1, min(config.verify_tokens, config.context_length))[0]
+        output = StageOutput(
+            out,
+            stage=STAGE,
+            config=to_dict(config),
+            inputs={"checkpoint": checkpoint, "tokens": tokens},
+            tools=("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime"),
+            force=force,
+        )
+        if output.complete is not None:
+            return output.complete
+        spec = graph_spec(
+            model,
+            context_length=config.context_length,
+            prefill_tokens=config.prefill_tokens,
+            eos_token_id=shards.eos_token_id,
+        )
+        with storage_errors(output.partial):
+            metrics = _write_graphs(output.partial, spec, weights)
+            _write_embedding(output.partial, spec, weights, shards)
+            write_json(output.partial / FILE_NAME, to_dict(spec))
+            shutil.copyfile(tokens / token_shards.TOKENIZER, output.partial / TOKENIZER)
+    metrics |= verify(output.partial, spec, checkpoint, rom, text)
+    return output.finish(
+        roles={
+            FILE_NAME: "graph_spec",
+            spec.prefill.file: "prefill_graph",
+            spec.decode.file: "decode_graph",
+            passes.WEIGHTS_FILE: "weights",
+            spec.embedding.file: "embedding",
+            TOKENIZER: "tokenizer",
+        },
+        metrics={
+            **{name: source.metrics[name] for name in CARRIED_METRICS if name in source.metrics},
+            **metrics,
+            "export_seconds": round(time.monotonic() - started, 2),
+        },
+    )
+
+
+def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict[str, int]:
+    """Write both graphs and their one weights file into ``directory``; return their sizes."""
+
+    def tensor_of(name: str) -> str:
+        return weights.head_name if name in (HEAD, EMBEDDING) else name
+
+    graphs, models, taken = (spec.prefill, spec.decode), [], []
+    with console.progress() as bar:
+        for graph in bar.track(graphs, description="tracing"):
+            model = trace(weights.config, graph)
+            taken.append(passes.take_weights(model, tensor_of))
+            passes.flatten_norms(model)
+            passes.simplify(model)
+            models.append(model)
+    offsets = passes.place(weight for mapping in taken for weight in mapping.values())
+    num_bytes = sum(weight.num_bytes for weight in offsets)
+    require_free_space(directory, num_bytes, "the file of the graphs' weights")
+    for graph, model, mapping in zip(graphs, models, taken, strict=True):
+        passes.refer(model, mapping, offsets)
+        ir.save(model, directory / graph.file)
+    with console.byte_progress("writing weights", num_bytes) as advance:
+        passes.write_weights(directory / passes.WEIGHTS_FILE, offsets, weights, advance)
+    return {
+        "weights_bytes": num_bytes,
+        "prefill_nodes": models[0].graph.num_nodes(),
+        "decode_nodes": models[1].graph.num_nodes(),
+    }
+
+
+def _write_embedding(directory: Path, spec: GraphSpec, weights: Checkpoint, shards: TokenShards) -> None:
+    """Write the token embedding as a ROM file: float32, one segment a row."""
+    segments = layout([(EMBEDDING_LAYER, 0, spec.hidden_size)], "fp32")
+    rom = RomSpec(
+        num_rows=spec.vocab_size,
+        row_stride=row_stride(spec.hidden_size * passes.ITEM_BYTES),
+        segments=segments,
+        addressing="identity",
+        tokenizer_sha256=shards.tokenizer_sha256,
+        source_sha256=manifest.digest(weights.directory),
+    )
+    with (
+        RomWriter(directory / spec.embedding.file, rom) as writer,
+        console.byte_progress("writing embedding", spec.vocab_size * rom.row_bytes) as advance,
+    ):
+        for first in range(0, rom.num_rows, EMBEDDING_ROWS):
+            rows = weights.read(EMBEDDING, slice(first, min(first + EMBEDDING_ROWS, rom.num_rows))).numpy()
+            writer.write(rows)
+            advance(rows.nbytes)
+
+
+def _check_shapes(config: ExportConfig, model: ModelConfig, checkpoint: Path) -> None:
+    limit = model.max_position_embeddings
+    if not 1 <= config.context_length <= limit:
+        raise UserError(
+            f"context_length is {config.context_length}, the model's positions go up to {limit}",
+            where=f"{checkpoint}: max_position_embeddings",
+            fix=f"choose --context-length between 1 and {limit}",
+        )
+    if not 1 <= config.prefill_tokens <= config.context_length:
+        raise UserError(
+            f"prefill_tokens is {config.prefill_tokens} with a context_length of {config.context_length}",
+            where="--prefill-tokens",
+            fix=f"choose --prefill-tokens between 1 and {config.context_length}, or a longer --context-length",
+        )
+    if config.verify_tokens < 2:
+        raise UserError(
+            f"verify_tokens is {config.verify_tokens}",
+            where="--verify-tokens",
+            fix="give at least 2: one token for prefill and one for decode",
+        )
+
+
+def _open_tokens(tokens: Path, source: Manifest, model: ModelConfig, checkpoint: Path) -> TokenShards:
+    shards = open_tokens(tokens, source, checkpoint)
+    if shards.vocab_size > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {shards.vocab_size} tokens, the model only {model.vocab_size}",
+            where=tokens,
+            fix="give the tokens directory that the model was trained on",
+        )
+    return shards
+
+
+def _rom(source: Manifest, model: ModelConfig, shards: TokenShards, checkpoint: Path) -> Path | None:
+    """The checkpoint's ROM (``None`` for a dense model), checked against the model."""
+    expected = rom_dims(model)
+    if not expected:
+        return None
+    if not model.folded:
+        raise UserError(
+            "the memories are in training form",
+            where=checkpoint,
+            fix="fold it first: run `meki-edge reparam` and export its output",
+        )
+    path = source.file(checkpoint, ROM_ROLE)
+    with RomReader(path) as reader:
+        spec = reader.spec
+    found = [(segment.layer, segment.memory, segment.dim) for segment in spec.segments]
+    if spec.num_rows != model.vocab_size:
+        what = f"the ROM has {spec.num_rows} rows, the model {model.vocab_size} tokens"
+    elif found != expected:
+        what = f"the ROM's segments (layer, memory, dim) are {found}, the model's memories are {expected}"
+    elif spec.tokenizer_sha256 != shards.tokenizer_sha256:
+        what = "the ROM was folded for another tokenizer (SHA-256)"
+    else:
+        return path
+    raise UserError(what, where=path, fix="fold the model again with `meki-edge reparam`")

@@ -1,0 +1,83 @@
+"""Are the graphs the model? Both are run on real text and compared with PyTorch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from export.onnx_decoder import OnnxDecoder, cpu_session
+from meki_edge import console
+from meki_edge.errors import UserError
+from meki_edge.graph_spec import GraphSpec
+from meki_edge.model.checkpoint import load_model
+from meki_edge.rom.reader import RomReader
+
+DECODE_STEPS = 8
+TOLERANCE = 1e-3
+"""Largest logit difference that passes, relative to the largest logit (float32 sums reordered)."""
+
+
+def verify(
+    directory: Path, spec: GraphSpec, checkpoint: Path, rom: Path | None, ids: np.ndarray
+) -> dict[str, float | int]:
+    """Compare the graphs in ``directory`` with the model of ``checkpoint`` on real text ``ids`` ``[N]``.
+
+    PyTorch runs the whole window at once, without a cache. The graphs run it as a device does:
+    prefill chunks, the last one partial where T allows it, then cached decode steps, one token
+    each. Only one of the three is in memory at a time.
+
+    Args:
+        rom: the ROM whose rows both sides use; ``None`` for a dense model.
+
+    Returns:
+        the differences, as metrics.
+
+    Raises:
+        UserError: they differ by more than ``TOLERANCE``.
+    """
+    num_prompt = _prompt_length(len(ids), spec.prefill.num_tokens)
+    with ExitStack() as stack:
+        reader = stack.enter_context(RomReader(rom)) if rom is not None else None
+        embedding = stack.enter_context(RomReader(directory / spec.embedding.file))
+        bar = stack.enter_context(console.progress())
+        task = bar.add_task("verify", total=3)
+        expected = _torch_logits(checkpoint, reader, ids)
+        bar.advance(task)
+        decoder = OnnxDecoder(spec, embedding, reader)
+        prefill = decoder.prefill(cpu_session(directory / spec.prefill.file), ids[:num_prompt])
+        bar.advance(task)
+        session = cpu_session(directory / spec.decode.file)
+        decode = np.stack([decoder.decode(session, token) for token in ids[num_prompt:]])
+        bar.advance(task)
+    scale = float(np.abs(expected).max())
+    metrics: dict[str, float | int] = {"verify_tokens": len(ids), "verify_logit_scale": scale}
+    for graph, found, reference in (
+        (spec.prefill, prefill, expected[:num_prompt]),
+        (spec.decode, decode, expected[num_prompt:]),
+    ):
+        error = float(np.abs(found - reference).max())
+        if not error <= TOLERANCE * scale:  # a NaN must not pass
+            raise UserError(
+                f"logits differ from PyTorch's by up to {error:.3g} at a scale of {scale:.3g}",
+                where=directory / graph.file,
+                fix="report this with the model's config.json: the exported graph is not the model",
+            )
+        metrics[f"verify_{Path(graph.file).stem}_max_abs_error"] = error
+    return metrics
+
+
+def _prompt_length(num_tokens: int, chunk: int) -> int:
+    """How many tokens go through prefill: all but the decode steps, and no whole number of chunks."""
+    length = max(num_tokens - DECODE_STEPS, 1)
+    return length - 1 if length % chunk == 0 and length > 1 else length
+
+
+@torch.inference_mode()
+def _torch_logits(checkpoint: Path, rom: RomReader | None, ids: np.ndarray) -> np.ndarray:
+    """Logits ``[N, V]`` of ``ids`` ``[N]`` from one forward pass over the whole window."""
+    model = load_model(checkpoint).eval()
+    rows = None if rom is None else model.split_rows(torch.from_numpy(rom.rows(ids))[None])
+    return model(torch.from_numpy(ids)[None], rows=rows)[0].numpy()

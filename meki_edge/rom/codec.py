@@ -1,0 +1,218 @@
+"""How row elements become bytes and back (``docs/rom-format.md``, "Codecs").
+
+``value = code · scale`` with float16 scales kept inside the row, codes rounded half to even. The
+scale is fixed first, as the smallest float16 with ``largest |value| ≤ max_code · scale``, and the
+codes are computed from the *stored* scale: no code overflows, and no value is further than half a
+scale from its code (up to float32 rounding of the quotient). ``code · scale`` is exact in float32.
+
+Shapes: n rows, g groups of elements that share a scale.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import numpy as np
+
+from meki_edge.errors import UserError
+from meki_edge.rom.spec import CODECS, Codec, RomSpec, Segment
+
+BLOCK_ELEMENTS = 1 << 16  # temporaries of this many float32 stay in a core's cache
+LARGEST_SCALE_BITS = 0x7BFF  # 65504, the largest finite float16; a set sign bit or NaN compares higher
+
+
+class CodecError(ValueError):
+    """Row ``row`` (an index into the array at hand) cannot be encoded or decoded, and why."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"row {row}: {what}")
+        self.row = row
+        self.what = what
+
+
+def encode(values: np.ndarray, codec: Codec) -> np.ndarray:
+    """Encode float32 ``[n, dim]`` as uint8 ``[n, codec.num_bytes(dim)]``.
+
+    Raises:
+        CodecError: a value is NaN or infinite, or too large for float16 (as a value or as a scale).
+    """
+    out = np.zeros((values.shape[0], codec.num_bytes(values.shape[1])), np.uint8)
+    _encode_into(out, values, codec)
+    return out
+
+
+def decode(raw: np.ndarray, dim: int, codec: Codec) -> np.ndarray:
+    """Decode uint8 ``[n, codec.num_bytes(dim)]`` to float32 ``[n, dim]``.
+
+    Raises:
+        CodecError: a scale is negative, NaN or infinite, or an element is NaN or infinite.
+    """
+    if codec.scale_group == 0:
+        values = raw.view(f"<f{codec.element_bits // 8}").astype(np.float32)
+        _require(np.isfinite(values).all(axis=1), "an element is NaN or infinite")
+        return values
+    scales, codes = _split(raw, dim, codec)
+    _require((scales.view("<u2") <= LARGEST_SCALE_BITS).all(axis=1), "a scale is negative, NaN or infinite")
+    unpacked = _unpack(codes, dim) if codec.element_bits == 4 else codes.view(np.int8)
+    group = codec.scale_group if codec.scale_group > 0 else dim
+    factors = scales.astype(np.float32)
+    if factors.shape[1] > 1:
+        factors = np.repeat(factors, group, axis=1)[:, :dim]
+    return np.multiply(unpacked, factors, dtype=np.float32)
+
+
+def encode_rows(values: np.ndarray, spec: RomSpec, first_row: int, where: str | PathLike[str]) -> np.ndarray:
+    """Encode whole rows: float32 ``[n, row_dim]`` → uint8 ``[n, row_stride]``, padding zero.
+
+    Raises:
+        UserError: a value that the segment's codec cannot hold; it names the row and the segment.
+    """
+    raw = np.zeros((values.shape[0], spec.row_stride), np.uint8)
+    column = 0
+    for segment in spec.segments:
+        try:
+            _encode_into(_bytes_of(raw, segment), values[:, column : column + segment.dim], CODECS[segment.codec])
+        except CodecError as error:
+            raise UserError(
+                f"row {first_row + error.row}, {_name(segment)}: {error.what}",
+                where=where,
+                fix="check the checkpoint's weights, or choose another --table-precision (int8 has the widest range)",
+            ) from None
+        column += segment.dim
+    return raw
+
+
+def decode_rows(raw: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | PathLike[str]) -> np.ndarray:
+    """Decode whole rows ``ids`` ``[n]``: uint8 ``[n, row_stride]`` → float32 ``[n, row_dim]``.
+
+    Raises:
+        UserError: a scale or an element that no writer stores; it names the row and the segment.
+    """
+    values = np.empty((raw.shape[0], spec.row_dim), np.float32)
+    column = 0
+    for segment in spec.segments:
+        try:
+            decoded = decode(_bytes_of(raw, segment), segment.dim, CODECS[segment.codec])
+        except CodecError as error:
+            raise UserError(
+                f"row {ids[error.row]}, {_name(segment)}: {error.what}",
+                where=where,
+                fix="the file is damaged: copy it again or regenerate it with `meki-edge reparam`",
+            ) from None
+        values[:, column : column + segment.dim] = decoded
+        column += segment.dim
+    return values
+
+
+def padding(spec: RomSpec) -> np.ndarray:
+    """The bits of a row that hold no data and MUST be zero: a uint8 mask ``[row_stride]``."""
+    mask = np.full(spec.row_stride, 0xFF, np.uint8)
+    for segment in spec.segments:
+        used = _bytes_of(mask[None], segment)[0]
+        used[:] = 0
+        if CODECS[segment.codec].element_bits == 4 and segment.dim % 2:
+            used[-1] = 0xF0
+    return mask
+
+
+def _encode_into(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
+    """Encode in blocks of rows, so that the temporaries stay in cache."""
+    assert values.dtype == np.float32 and values.ndim == 2
+    step = max(1, BLOCK_ELEMENTS // values.shape[1])
+    for start in range(0, len(values), step):
+        block = values[start : start + step]
+        try:
+            if codec.scale_group == 0:
+                _store(out[start : start + step], block, codec)
+            else:
+                _quantize(out[start : start + step], block, codec)
+        except CodecError as error:
+            raise CodecError(start + error.row, error.what) from None
+
+
+def _store(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
+    """Plain floating point."""
+    target = out.view(f"<f{codec.element_bits // 8}")
+    with np.errstate(over="ignore"):
+        target[...] = values
+    fits = np.isfinite(target).all(axis=1)
+    if not fits.all():
+        _require(np.isfinite(values).all(axis=1), "a value is NaN or infinite")
+        _require(fits, "a value is too large for float16 (±65504)")
+
+
+def _quantize(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
+    """Integers with float16 scales."""
+    count, dim = values.shape
+    max_code = 2 ** (codec.element_bits - 1) - 1
+    grouped = _group(values, codec)
+    # NaN propagates to the scale, where it is found. abs turns −0 (of an all-zero group) into 0.
+    largest = np.abs(np.maximum(grouped.max(axis=2), -grouped.min(axis=2)))
+    scales = _scales(largest, max_code, values)
+    stored, codes = _split(out, dim, codec)
+    stored[...] = scales
+    divisor = np.where(scales == 0, 1, scales)
+    quotient = np.divide(grouped, divisor[:, :, None])
+    rounded = np.rint(quotient, out=quotient).astype(np.int8).reshape(count, -1)[:, :dim]
+    codes[...] = _pack(rounded) if codec.element_bits == 4 else rounded.view(np.uint8)
+
+
+def _scales(largest: np.ndarray, max_code: int, values: np.ndarray) -> np.ndarray:
+    """The smallest float16 (as float32) with ``largest ≤ max_code · scale``, ``[n, g]``."""
+    with np.errstate(over="ignore"):
+        nearest = (largest / np.float32(max_code)).astype("<f2")
+        # The product of an 11-bit and a 7-bit number is exact in float32, so this comparison is too.
+        too_small = nearest.astype(np.float32) * np.float32(max_code) < largest
+        nearest[too_small] = np.nextafter(nearest[too_small], np.float16(np.inf))
+    fits = np.isfinite(nearest).all(axis=1)
+    if not fits.all():
+        _require(np.isfinite(values).all(axis=1), "a value is NaN or infinite")
+        _require(fits, f"a value is too large for a float16 scale (±{65504 * max_code})")
+    return nearest.astype(np.float32)
+
+
+def _group(values: np.ndarray, codec: Codec) -> np.ndarray:
+    """``[n, dim]`` as ``[n, g, group]``, the last group filled up with zeros."""
+    count, dim = values.shape
+    groups = codec.num_scales(dim)
+    if codec.scale_group > 0 and dim % codec.scale_group:
+        filled = np.zeros((count, groups * codec.scale_group), np.float32)
+        filled[:, :dim] = values
+        values = filled
+    return values.reshape(count, groups, -1)
+
+
+def _pack(codes: np.ndarray) -> np.ndarray:
+    """int8 ``[n, dim]`` in −7…7 → uint8 ``[n, ceil(dim / 2)]``, the even element in the low nibble."""
+    nibbles = codes.view(np.uint8) & 0x0F
+    packed = nibbles[:, 0::2].copy()
+    odd = nibbles[:, 1::2]
+    packed[:, : odd.shape[1]] |= odd << 4
+    return packed
+
+
+def _unpack(packed: np.ndarray, dim: int) -> np.ndarray:
+    """uint8 ``[n, ceil(dim / 2)]`` → int8 ``[n, dim]``; shifting left and back extends the sign."""
+    codes = np.empty((packed.shape[0], 2 * packed.shape[1]), np.int8)
+    codes[:, 0::2] = (packed << 4).view(np.int8) >> 4
+    codes[:, 1::2] = packed.view(np.int8) >> 4
+    return codes[:, :dim]
+
+
+def _split(raw: np.ndarray, dim: int, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
+    """Views of a segment's scales (``<f2`` ``[n, g]``) and of the bytes of its codes."""
+    scale_bytes = 2 * codec.num_scales(dim)
+    return raw[:, :scale_bytes].view("<f2"), raw[:, scale_bytes:]
+
+
+def _bytes_of(raw: np.ndarray, segment: Segment) -> np.ndarray:
+    return raw[:, segment.offset : segment.offset + CODECS[segment.codec].num_bytes(segment.dim)]
+
+
+def _name(segment: Segment) -> str:
+    return "token embedding" if segment.layer < 0 else f"layer {segment.layer} memory {segment.memory}"
+
+
+def _require(good: np.ndarray, what: str) -> None:
+    if not good.all():
+        raise CodecError(int(np.argmin(good)), what)
