@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -119,6 +119,7 @@ class MemoryLayer(nn.Module, ABC):
     kind: ClassVar[str]
     training_only: ClassVar[frozenset[str]] = frozenset({"table"})
     """First components of parameter names that vanish when folded."""
+    addressing_kind: ClassVar[str] = Identity.kind
     table_recipe: ClassVar[TableRecipe] = TableRecipe()
 
     site: Site
@@ -176,8 +177,13 @@ class MemoryLayer(nn.Module, ABC):
 
     @property
     def addressing(self) -> Addressing:
-        """Which rows a token needs; memories with equal addressing share a ROM file."""
+        """Which rows a token needs (training form)."""
         return Identity()
+
+    @property
+    def row_space(self) -> Hashable:
+        """Equal for memories of a model whose rows lie in one ROM file, known without the addresses themselves."""
+        return Identity.kind
 
     @classmethod
     def prepare(cls, layers: list[MemoryLayer], corpus: np.ndarray, tokenizer: TextTokenizer) -> None:

@@ -16,6 +16,7 @@ paper (the demo's have). ``gate="plain"`` is the paper's g = σ(s).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,7 @@ class EngramLayer(MemoryLayer):
     """One Engram module; see the module's docstring."""
 
     kind = "engram"
+    addressing_kind = NgramHash.kind
     training_only = frozenset({"table", "token_map", "multipliers", "pad_id"})
     table_recipe = TableRecipe(learning_rate_scale=5.0, weight_decay=0.0)
 
@@ -107,6 +109,10 @@ class EngramLayer(MemoryLayer):
             primes=self._primes,
             pad_id=int(self.pad_id),
         )
+
+    @property
+    def row_space(self) -> Hashable:
+        return NgramHash.kind, self._layer, self._config.table_size, self._config.seed
 
     @classmethod
     def prepare(cls, layers: list[MemoryLayer], corpus: np.ndarray, tokenizer: TextTokenizer) -> None:

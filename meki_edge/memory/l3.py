@@ -19,6 +19,7 @@ up to ``max_entries`` rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,7 @@ class L3Layer(MemoryLayer):
     """One lookup layer; see the module's docstring."""
 
     kind = "l3"
+    addressing_kind = Ragged.kind
     training_only = frozenset({"table", "offsets"})
 
     def __init__(self, config: L3Config, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
@@ -100,6 +102,11 @@ class L3Layer(MemoryLayer):
     @property
     def addressing(self) -> Addressing:
         return Ragged(self.offsets.cpu().numpy())
+
+    @property
+    def row_space(self) -> Hashable:
+        # The same budget, cap and mode over the same corpus give the same allocation.
+        return Ragged.kind, self.num_rows, self._config.max_entries, self._config.allocation
 
     @classmethod
     def prepare(cls, layers: list[MemoryLayer], corpus: np.ndarray, tokenizer: TextTokenizer) -> None:
