@@ -1,0 +1,202 @@
+"""`meki-edge pack`: what a bundle holds, read by independent readers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from safetensors import safe_open
+
+from meki_edge import manifest
+from meki_edge.device.bundle import open_bundle
+from meki_edge.device.pack import PackConfig, pack
+from meki_edge.errors import UserError
+from meki_edge.graph_spec import GraphSpec
+from meki_edge.manifest import StageOutput
+from meki_edge.safetensors_io import SafetensorsFile
+
+Exported = dict[str, tuple[Path, Path]]
+
+
+@pytest.fixture
+def copies(tmp_path: Path, exported: Exported) -> tuple[Path, Path]:
+    """Copies of the MeKi checkpoint and its export that a test may spoil."""
+    checkpoint, graphs = exported["meki"]
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    shutil.copytree(graphs, tmp_path / "export")
+    return tmp_path / "checkpoint", tmp_path / "export"
+
+
+def refusal(graphs: Path, checkpoint: Path, out: Path, **options: object) -> UserError:
+    with pytest.raises(UserError) as caught:
+        pack(graphs, checkpoint, out, PackConfig(), **options)
+    assert not (out / manifest.FILE_NAME).exists()
+    return caught.value
+
+
+def rewrite_manifest(directory: Path, **changes: object) -> None:
+    path = directory / manifest.FILE_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def adopt(graphs: Path, checkpoint: Path) -> None:
+    """Make the export's manifest say that it was made from ``checkpoint`` as it is now."""
+    entry = {"path": str(checkpoint), "sha256": manifest.digest(checkpoint)}
+    rewrite_manifest(graphs, inputs={"checkpoint": entry})
+
+
+def test_a_bundle_holds_all_that_a_device_needs(bundles: dict[str, Path], exported: Exported) -> None:
+    for name, directory in bundles.items():
+        found = manifest.load(directory, stages=("pack",))
+        manifest.verify(directory, found)
+        spec = GraphSpec.from_json(json.loads((directory / "graph_spec.json").read_text()), directory)
+        for graph in (spec.prefill, spec.decode):
+            session = onnxruntime.InferenceSession(str(directory / graph.file))
+            assert [(i.name, tuple(i.shape)) for i in session.get_inputs()] == [(i.name, i.shape) for i in graph.inputs]
+        with safe_open(directory / spec.embedding.file, "np") as file:
+            assert file.get_slice("rows").get_shape()[0] == spec.vocab_size
+        assert [rom.file for rom in spec.roms] == (["rom.safetensors"] if name == "meki" else [])
+        checkpoint = exported[name][0]
+        if spec.roms:
+            assert (directory / "rom.safetensors").read_bytes() == (checkpoint / "rom.safetensors").read_bytes()
+            with safe_open(directory / "rom.safetensors", "np") as file:
+                segments = json.loads(file.metadata()["segments"])
+                rows, stride = file.get_slice("rows").get_shape()
+            assert sum(segment["dim"] for segment in segments) == spec.roms[0].row_dim
+            assert (rows, stride) == (spec.vocab_size, found.metrics["rom_bytes_per_token"])
+
+
+def test_metrics_are_those_a_comparison_needs(bundles: dict[str, Path], exported: Exported) -> None:
+    dense, meki = (manifest.load(bundles[name]).metrics for name in ("dense", "meki"))
+    quality = manifest.load(exported["meki"][0]).metrics
+    assert (dense["name"], meki["name"]) == ("dense", "meki")
+    assert (meki["validation_loss"], meki["ram_parameters"]) == (quality["validation_loss"], quality["ram_parameters"])
+    assert (dense["rom_bytes"], dense["rom_bytes_per_token"], dense["table_precision"]) == (0, 0, None)
+    assert meki["rom_bytes"] == (bundles["meki"] / "rom.safetensors").stat().st_size
+    assert meki["table_precision"] == "int8"
+
+
+def test_packing_twice_gives_the_same_bytes(tmp_path: Path, exported: Exported) -> None:
+    checkpoint, graphs = exported["meki"]
+    first = pack(graphs, checkpoint, tmp_path / "a", PackConfig(name="twin"))
+    second = pack(graphs, checkpoint, tmp_path / "b", PackConfig(name="twin"))
+    assert first.files == second.files
+    assert first.metrics["name"] == "twin"
+    assert pack(graphs, checkpoint, tmp_path / "a", PackConfig(name="twin")) == first
+
+
+def test_npu_binaries_come_along(tmp_path: Path, exported: Exported) -> None:
+    checkpoint, graphs = exported["dense"]
+    output = StageOutput(tmp_path / "npu", stage="compile", config={}, inputs={"export": graphs})
+    (output.partial / "decode_qnn.bin").write_bytes(b"context")
+    (output.partial / "compile.log").write_text("not for a device")
+    output.finish(roles={"decode_qnn.bin": "decode_binary", "compile.log": "compile_log"}, metrics={})
+    packed = pack(graphs, checkpoint, tmp_path / "bundle", PackConfig(), compiled=tmp_path / "npu")
+    assert (tmp_path / "bundle/npu/decode_qnn.bin").read_bytes() == b"context"
+    assert [name for name in packed.files if name.startswith("npu/")] == ["npu/decode_qnn.bin"]
+    other_checkpoint, other_graphs = exported["meki"]
+    error = refusal(other_graphs, other_checkpoint, tmp_path / "other", compiled=tmp_path / "npu")
+    assert error.what.startswith("this compile was not made from")
+
+
+def test_another_checkpoint_is_refused(tmp_path: Path, exported: Exported) -> None:
+    error = refusal(exported["meki"][1], exported["dense"][0], tmp_path / "out")
+    assert error.what.startswith("this export was not made from")
+    assert "checkpoint" in error.fix
+
+
+@pytest.mark.parametrize("name", ["decode.onnx", "weights.data", "tokenizer.json", "graph_spec.json"])
+def test_an_edited_export_is_refused(tmp_path: Path, copies: tuple[Path, Path], name: str) -> None:
+    checkpoint, graphs = copies
+    data = bytearray((graphs / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (graphs / name).write_bytes(data)
+    error = refusal(graphs, checkpoint, tmp_path / "out")
+    assert "contents changed" in error.what
+    assert error.where.endswith(name)
+
+
+def test_a_missing_file_is_named(tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    checkpoint, graphs = copies
+    (graphs / "weights.data").unlink()
+    error = refusal(graphs, checkpoint, tmp_path / "out")
+    assert error.what == "the file is missing"
+    assert error.where.endswith("weights.data")
+
+
+def test_a_truncated_rom_is_refused(tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    checkpoint, graphs = copies
+    rom = checkpoint / "rom.safetensors"
+    with open(rom, "r+b") as file:
+        file.truncate(rom.stat().st_size - 100)
+    assert "the file has" in refusal(graphs, checkpoint, tmp_path / "out").what
+
+
+def test_an_edited_rom_is_refused(tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    checkpoint, graphs = copies
+    rom = checkpoint / "rom.safetensors"
+    data = bytearray(rom.read_bytes())
+    data[-1000] ^= 1
+    rom.write_bytes(data)
+    assert "contents changed" in refusal(graphs, checkpoint, tmp_path / "out").what
+
+
+def test_a_rom_of_another_tokenizer_is_refused(tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    checkpoint, graphs = copies
+    rom = checkpoint / "rom.safetensors"
+    with SafetensorsFile(rom) as file:
+        digest = file.metadata["tokenizer_sha256"]
+    rom.write_bytes(rom.read_bytes().replace(digest.encode(), b"0" * 64))
+    rewrite_manifest(checkpoint, metrics={})
+    adopt(graphs, checkpoint)
+    error = refusal(graphs, checkpoint, tmp_path / "out")
+    assert error.what == f"tokenizer_sha256 is {'0' * 64}, the exported model needs {digest}"
+
+
+def test_an_embedding_of_another_checkpoint_is_refused(tmp_path: Path, copies: tuple[Path, Path]) -> None:
+    checkpoint, graphs = copies
+    rewrite_manifest(checkpoint, metrics={"validation_loss": 1.0})
+    adopt(graphs, checkpoint)
+    assert refusal(graphs, checkpoint, tmp_path / "out").what.startswith("source_sha256 is ")
+
+
+def test_graphs_without_rows_and_a_rom_are_refused(
+    tmp_path: Path, copies: tuple[Path, Path], exported: Exported
+) -> None:
+    shutil.copytree(exported["dense"][1], tmp_path / "dense")
+    adopt(tmp_path / "dense", copies[0])
+    error = refusal(tmp_path / "dense", copies[0], tmp_path / "out")
+    assert error.what == "the graphs take 0 inputs of memory rows, the checkpoint has 1 ROM files"
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "-x", "two words"])
+def test_a_name_that_cannot_be_a_file_is_refused(tmp_path: Path, exported: Exported, name: str) -> None:
+    with pytest.raises(UserError, match="cannot name a bundle"):
+        pack(exported["dense"][1], exported["dense"][0], tmp_path / "out", PackConfig(name=name))
+
+
+def test_too_little_space_is_found_before_copying(
+    tmp_path: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 1 << 40, 1000))
+    error = refusal(exported["dense"][1], exported["dense"][0], tmp_path / "out")
+    assert "GB are free" in error.what
+    assert not list((tmp_path / "out").rglob("*.onnx"))
+
+
+def test_an_edited_bundle_is_not_opened(tmp_path: Path, bundles: dict[str, Path]) -> None:
+    shutil.copytree(bundles["meki"], tmp_path / "bundle")
+    assert open_bundle(tmp_path / "bundle").name == "meki"
+    rows = np.memmap(tmp_path / "bundle" / "rom.safetensors", np.uint8, mode="r+")
+    rows[-1] ^= 1
+    rows.flush()
+    with pytest.raises(UserError, match="contents changed"):
+        open_bundle(tmp_path / "bundle")
+    with pytest.raises(UserError, match="output of `meki-edge tokenize`|no manifest.json"):
+        open_bundle(tmp_path)
