@@ -34,8 +34,9 @@ from meki_edge.graph_spec import FILE_NAME, GraphSpec
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, Checkpoint
 from meki_edge.model.config import ModelConfig
+from meki_edge.rom import spec as rom_spec
+from meki_edge.rom.addressing import Identity
 from meki_edge.rom.reader import RomReader
-from meki_edge.rom.spec import RomSpec, layout, row_stride
 from meki_edge.rom.writer import RomWriter
 from meki_edge.tokens import TokenShards
 
@@ -149,12 +150,11 @@ def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict
 
 def _write_embedding(directory: Path, spec: GraphSpec, weights: Checkpoint, shards: TokenShards) -> None:
     """Write the token embedding as a ROM file: float32, one segment a row."""
-    segments = layout([(EMBEDDING_LAYER, 0, spec.hidden_size)], "fp32")
-    rom = RomSpec(
+    rom = rom_spec.build(
+        [(EMBEDDING_LAYER, 0, spec.hidden_size)],
+        "fp32",
         num_rows=spec.vocab_size,
-        row_stride=row_stride(spec.hidden_size * passes.ITEM_BYTES),
-        segments=segments,
-        addressing="identity",
+        addressing=Identity(),
         tokenizer_sha256=shards.tokenizer_sha256,
         source_sha256=manifest.digest(weights.directory),
     )

@@ -9,11 +9,10 @@ Shapes: T tokens, K ``rows_per_token``, V vocab_size.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -46,12 +45,17 @@ class Addressing(Protocol):
         """
         ...
 
-    def metadata(self) -> str:
-        """The ``addressing`` string of a ROM header: JSON with at least ``kind``."""
+    def parameters(self) -> dict[str, Any]:
+        """What a ROM header records beside ``kind``; JSON."""
         ...
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The tensors that a ROM file stores beside ``rows``."""
+        """The tensors that a ROM file stores after ``rows``."""
+        ...
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Token ids that have an address: 0 … ``num_tokens`` - 1 (None: as many as there are rows)."""
         ...
 
 
@@ -62,13 +66,14 @@ class Identity:
     kind: ClassVar[str] = "identity"
     rows_per_token: ClassVar[int] = 1
     history: ClassVar[int] = 0
+    num_tokens: ClassVar[None] = None
 
     def row_ids(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(token_ids, np.int64)
         return ids[:, None], np.ones(len(ids), np.int64)
 
-    def metadata(self) -> str:
-        return json.dumps({"kind": self.kind})
+    def parameters(self) -> dict[str, Any]:
+        return {}
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {}
@@ -86,6 +91,10 @@ class Ragged:
     def rows_per_token(self) -> int:
         return int(np.diff(self.offsets).max())
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.offsets) - 1
+
     def row_ids(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(token_ids, np.int64)
         first = self.offsets[ids]
@@ -93,8 +102,8 @@ class Ragged:
         slots = np.arange(self.rows_per_token, dtype=np.int64)
         return np.where(slots < counts[:, None], first[:, None] + slots, 0), counts
 
-    def metadata(self) -> str:
-        return json.dumps({"kind": self.kind, "rows_per_token": self.rows_per_token})
+    def parameters(self) -> dict[str, Any]:
+        return {"rows_per_token": self.rows_per_token}
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {OFFSETS: np.ascontiguousarray(self.offsets, "<i8")}
@@ -124,6 +133,10 @@ class NgramHash:
         return len(self.multipliers) - 1
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_map)
+
+    @property
     def num_rows(self) -> int:
         """Rows of all heads together."""
         return sum(sum(heads) for heads in self.primes)
@@ -143,64 +156,75 @@ class NgramHash:
                 offset += prime
         return np.stack(columns, axis=1), np.full(length, len(columns), np.int64)
 
-    def metadata(self) -> str:
-        return json.dumps(
-            {
-                "kind": self.kind,
-                "multipliers": list(self.multipliers),
-                "primes": [list(heads) for heads in self.primes],
-                "pad_id": self.pad_id,
-            }
-        )
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "multipliers": list(self.multipliers),
+            "primes": [list(heads) for heads in self.primes],
+            "pad_id": self.pad_id,
+        }
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {TOKEN_MAP: np.ascontiguousarray(self.token_map, "<i4")}
 
 
+KINDS = (Identity.kind, Ragged.kind, NgramHash.kind)
+TENSORS = {Identity.kind: {}, Ragged.kind: {OFFSETS: "I64"}, NgramHash.kind: {TOKEN_MAP: "I32"}}
+"""The tensors after ``rows`` by kind, with their safetensors dtype; each has one axis."""
+
+
 def parse(
-    metadata: str, tensors: Mapping[str, np.ndarray], num_rows: int, where: str | PathLike[str]
+    kind: str,
+    parameters: Any,
+    tensors: Mapping[str, np.ndarray],
+    num_rows: int,
+    where: str | PathLike[str],
 ) -> Addressing:
     """The addressing of a ROM header and its extra tensors, checked against ``num_rows``.
 
     Raises:
-        UserError: an unknown kind, a missing tensor, or addresses outside the file.
+        UserError: an unknown kind, wrong parameters, or addresses outside the file.
     """
 
     def broken(what: str) -> UserError:
         return UserError(what, where=where, fix="regenerate the file with `meki-edge reparam`")
 
+    if kind not in KINDS:
+        raise broken(f"unknown addressing {kind!r}")
     try:
-        fields = json.loads(metadata)
-        kind = fields["kind"]
-        if kind == Identity.kind:
-            return Identity()
         if kind == Ragged.kind:
-            offsets = tensors[OFFSETS]
-            if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 1).any():
-                raise broken(f"'offsets' does not divide the {num_rows} rows among the tokens")
-            ragged = Ragged(offsets)
-            if fields["rows_per_token"] != ragged.rows_per_token:
-                raise broken(f"rows_per_token is {fields['rows_per_token']}, the offsets say {ragged.rows_per_token}")
-            return ragged
+            return _parse_ragged(tensors[OFFSETS], parameters, num_rows, broken)
         if kind == NgramHash.kind:
             hashed = NgramHash(
                 token_map=tensors[TOKEN_MAP],
-                multipliers=tuple(int(m) for m in fields["multipliers"]),
-                primes=tuple(tuple(int(prime) for prime in heads) for heads in fields["primes"]),
-                pad_id=int(fields["pad_id"]),
+                multipliers=tuple(int(multiplier) for multiplier in parameters["multipliers"]),
+                primes=tuple(tuple(int(prime) for prime in heads) for heads in parameters["primes"]),
+                pad_id=int(parameters["pad_id"]),
             )
             _check_hash(hashed, num_rows, broken)
             return hashed
     except (ValueError, KeyError, TypeError) as error:
-        raise broken(f"'addressing' is not valid: {error!r}") from None
-    raise broken(f"unknown addressing {kind!r}")
+        raise broken(f"'addressing_parameters' is not valid: {error!r}") from None
+    return Identity()
 
 
-def _check_hash(hashed: NgramHash, num_rows: int, broken: type[UserError]) -> None:
-    if len(hashed.multipliers) != len(hashed.primes) + 1 or not all(hashed.primes):
+def _parse_ragged(
+    offsets: np.ndarray, parameters: Any, num_rows: int, broken: Callable[[str], UserError]
+) -> Ragged:
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 1).any():
+        raise broken(f"'offsets' does not divide the {num_rows} rows among the tokens")
+    ragged = Ragged(offsets)
+    if parameters["rows_per_token"] != ragged.rows_per_token:
+        raise broken(f"rows_per_token is {parameters['rows_per_token']}, the offsets say {ragged.rows_per_token}")
+    return ragged
+
+
+def _check_hash(hashed: NgramHash, num_rows: int, broken: Callable[[str], UserError]) -> None:
+    if len(hashed.multipliers) != len(hashed.primes) + 1 or not hashed.primes or not all(hashed.primes):
         raise broken("the hash needs one multiplier more than orders, and a head in every order")
     if min(min(heads) for heads in hashed.primes) < 2 or hashed.num_rows != num_rows:
         raise broken(f"the hash addresses {hashed.num_rows} rows, the file has {num_rows}")
+    if not len(hashed.token_map):
+        raise broken("'token_map' is empty")
     largest = max(int(hashed.token_map.max()), hashed.pad_id)
     if int(hashed.token_map.min()) < 0 or hashed.pad_id < 0:
         raise broken("compressed ids must not be negative")

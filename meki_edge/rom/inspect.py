@@ -30,7 +30,9 @@ def describe(path: Path) -> dict[str, Any]:
     kinds = Counter((segment.dim, segment.codec) for segment in spec.segments)
     return {
         "version": VERSION,
-        "addressing": spec.addressing,
+        "addressing": spec.addressing.kind,
+        "rows_per_token": spec.addressing.rows_per_token,
+        "num_tokens": spec.num_tokens,
         "file_bytes": file_bytes,
         "num_rows": spec.num_rows,
         "row_dim": spec.row_dim,

@@ -7,13 +7,17 @@ together with their scales, so one aligned read fetches everything that a token 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from meki_edge.config import from_dict, to_dict
 from meki_edge.errors import UserError, nearest
+from meki_edge.rom import addressing as rom_addressing
+from meki_edge.rom.addressing import Addressing, Ragged
 
 FORMAT = "meki-edge-rom"
 VERSION = 1
@@ -87,9 +91,14 @@ class RomSpec:
     num_rows: int
     row_stride: int
     segments: tuple[Segment, ...]
-    addressing: str
+    addressing: Addressing
     tokenizer_sha256: str
     source_sha256: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Token ids that have rows: 0 … ``num_tokens`` - 1."""
+        return self.num_rows if self.addressing.num_tokens is None else self.addressing.num_tokens
 
     @property
     def row_dim(self) -> int:
@@ -103,40 +112,63 @@ class RomSpec:
 
     def to_metadata(self) -> dict[str, str]:
         """The safetensors ``__metadata__`` (string → string)."""
+        parameters = self.addressing.parameters()
         return {
             "format": FORMAT,
             "version": str(VERSION),
-            "addressing": self.addressing,
+            "addressing": self.addressing.kind,
+            **({"addressing_parameters": json.dumps(parameters, separators=(",", ":"))} if parameters else {}),
             "segments": json.dumps([to_dict(segment) for segment in self.segments], separators=(",", ":")),
             "tokenizer_sha256": self.tokenizer_sha256,
             "source_sha256": self.source_sha256,
         }
 
 
-def row_stride(row_bytes: int) -> int:
-    """The stride that keeps a row on the fewest pages.
+def row_stride(row_bytes: int, addressing: Addressing) -> int:
+    """The stride that keeps what a token reads on the fewest pages.
 
     Up to a page: the next power of two, so that rows never straddle a page. Beyond: whole pages.
+    A ragged address reads consecutive rows at once, so there they lie without gaps.
     """
+    if isinstance(addressing, Ragged):
+        return row_bytes
     if row_bytes <= PAGE_BYTES:
         return 1 << max(row_bytes - 1, 0).bit_length()
     return -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def layout(dims: list[tuple[int, int, int]], codec_name: str) -> tuple[Segment, ...]:
-    """Place segments one after another: ``dims`` holds (layer, memory, dim) in graph order."""
+def build(
+    dims: Sequence[tuple[int, int, int]],
+    codec_name: str,
+    *,
+    num_rows: int,
+    addressing: Addressing,
+    tokenizer_sha256: str,
+    source_sha256: str,
+) -> RomSpec:
+    """The spec of a file whose segments, (layer, memory, dim) in ``dims``, lie one after another."""
     chosen = codec(codec_name)
     segments, offset = [], 0
     for layer, memory, dim in dims:
         segments.append(Segment(layer=layer, memory=memory, offset=offset, dim=dim, codec=codec_name))
         offset += chosen.num_bytes(dim)
-    return tuple(segments)
+    return RomSpec(
+        num_rows=num_rows,
+        row_stride=row_stride(offset, addressing),
+        segments=tuple(segments),
+        addressing=addressing,
+        tokenizer_sha256=tokenizer_sha256,
+        source_sha256=source_sha256,
+    )
 
 
 def from_metadata(
-    metadata: Mapping[str, str], shape: tuple[int, ...], where: str | PathLike[str]
+    metadata: Mapping[str, str],
+    shape: tuple[int, ...],
+    tensors: Mapping[str, np.ndarray],
+    where: str | PathLike[str],
 ) -> RomSpec:
-    """Parse and check a header: ``shape`` is that of the ``rows`` tensor.
+    """Parse and check a header: ``shape`` is that of the ``rows`` tensor, ``tensors`` are the others.
 
     Raises:
         UserError: not a ROM file, another version, unknown addressing or codec, or segments that
@@ -153,14 +185,10 @@ def from_metadata(
     for key in ("addressing", "segments", "tokenizer_sha256", "source_sha256"):
         if key not in metadata:
             raise broken(f"the header lacks {key!r}")
-    if metadata["addressing"] != "identity":
-        raise broken(f"unknown addressing {metadata['addressing']!r}")
     if len(shape) != 2 or min(shape) < 1:
         raise broken(f"the tensor 'rows' has shape {shape}, not [num_rows, row_stride]")
-    try:
-        listed: Any = json.loads(metadata["segments"])
-    except (ValueError, RecursionError) as error:
-        raise broken(f"'segments' is not valid JSON: {error}") from None
+    listed = _json(metadata, "segments", broken)
+    parameters = _json(metadata, "addressing_parameters", broken)
     if not isinstance(listed, list) or not listed:
         raise broken("'segments' is not a list with at least one segment")
     segments = tuple(from_dict(Segment, values, f"{where}: segments[{i}]") for i, values in enumerate(listed))
@@ -177,7 +205,14 @@ def from_metadata(
         num_rows=shape[0],
         row_stride=shape[1],
         segments=segments,
-        addressing=metadata["addressing"],
+        addressing=rom_addressing.parse(metadata["addressing"], parameters, tensors, shape[0], where),
         tokenizer_sha256=metadata["tokenizer_sha256"],
         source_sha256=metadata["source_sha256"],
     )
+
+
+def _json(metadata: Mapping[str, str], key: str, broken: Callable[[str], UserError]) -> Any:
+    try:
+        return json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise broken(f"{key!r} is not valid JSON: {error}") from None

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meki_edge.files import require_free_space, storage_errors
+from meki_edge.rom.addressing import TENSORS
 from meki_edge.rom.codec import encode_rows
 from meki_edge.rom.spec import PAGE_BYTES, TENSOR, RomSpec, row_stride
 from meki_edge.safetensors_io import SafetensorsWriter
@@ -32,7 +33,7 @@ class RomWriter:
     """
 
     def __init__(self, path: Path, spec: RomSpec, *, resume: bool = False) -> None:
-        assert spec.row_stride == row_stride(spec.row_bytes), "the stride is not the format's"
+        assert spec.row_stride == row_stride(spec.row_bytes, spec.addressing), "the stride is not the format's"
         self.spec = spec
         self.rows_written = 0
         self._path = path
@@ -44,7 +45,8 @@ class RomWriter:
     def __enter__(self) -> RomWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._kept_bytes() if self._resume else 0
-        total = len(self._header) + self.spec.num_rows * self.spec.row_stride
+        tail = sum(array.nbytes for array in self.spec.addressing.tensors().values())
+        total = len(self._header) + self.spec.num_rows * self.spec.row_stride + tail
         require_free_space(self._path.parent, total - kept, "the ROM file")
         with storage_errors(self._path):
             self._file = open(self._partial, "r+b" if kept else "wb", buffering=0)
@@ -69,6 +71,8 @@ class RomWriter:
             if error_type is None:
                 assert self.rows_written == self.spec.num_rows, f"{self.rows_written} of {self.spec.num_rows} rows"
                 with storage_errors(self._path):
+                    for array in self.spec.addressing.tensors().values():
+                        self._append(array)
                     os.fsync(self._file.fileno())
                 os.replace(self._partial, self._path)
         finally:
@@ -96,6 +100,8 @@ class RomWriter:
 def header_bytes(spec: RomSpec) -> bytes:
     """Everything before the first row: a multiple of 4096 bytes."""
     file = io.BytesIO()
+    dtypes = TENSORS[spec.addressing.kind]
     declared = {TENSOR: ("U8", (spec.num_rows, spec.row_stride))}
+    declared |= {name: (dtypes[name], array.shape) for name, array in spec.addressing.tensors().items()}
     SafetensorsWriter(file, declared, spec.to_metadata(), alignment=PAGE_BYTES)
     return file.getvalue()

@@ -99,7 +99,7 @@ def respoiled(tmp_path: Path, exported: Exported) -> Callable[..., Path]:
             shutil.copyfile(checkpoint / name, output.partial / name)
         with RomReader(checkpoint / "rom.safetensors") as reader:
             spec = dataclasses.replace(reader.spec, **changes)
-        spec = dataclasses.replace(spec, row_stride=row_stride(spec.row_bytes))
+        spec = dataclasses.replace(spec, row_stride=row_stride(spec.row_bytes, spec.addressing))
         (output.partial / "rom.safetensors").unlink()
         with RomWriter(output.partial / "rom.safetensors", spec) as writer:
             writer.write(np.ones((spec.num_rows, spec.row_dim), np.float32))

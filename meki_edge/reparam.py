@@ -1,0 +1,316 @@
+"""``meki-edge reparam``: fold the memories of a trained checkpoint into a ROM file.
+
+Everything that depends on the token id alone — tables, projections, their norms and scalars —
+becomes one row a token. The fold evaluates the training form's own code (``MemoryLayer.fold``) in
+float32 over slices of the vocabulary, so memory does not grow with it: no table and no row matrix
+is ever whole in memory. What remains is copied as it is, in float32.
+
+An interrupted run resumes after the last slice that reached the disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import Progress
+
+from meki_edge import console, manifest
+from meki_edge.config import to_dict
+from meki_edge.errors import UserError
+from meki_edge.files import atomic_path, read_json, require_free_space, storage_errors, write_json
+from meki_edge.manifest import Manifest, StageOutput
+from meki_edge.model import config as model_config
+from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, WEIGHTS, Checkpoint
+from meki_edge.model.config import ROM_FORM, ModelConfig
+from meki_edge.model.decoder import CausalLM
+from meki_edge.reparam_proof import Proof, Windows, prove
+from meki_edge.rom import spec as rom_spec
+from meki_edge.rom.addressing import Identity
+from meki_edge.rom.reader import RomReader
+from meki_edge.rom.spec import RomSpec
+from meki_edge.rom.writer import RomWriter
+from meki_edge.safetensors_io import SafetensorsWriter
+from meki_edge.tokens import TokenShards, open_shards
+
+STAGE = "reparam"
+ROM = "rom.safetensors"
+PROOF_ROWS = "proof_rows.f32"  # in .partial/ only
+TOLERANCE = 1e-4  # of the logit scale: float32 rounding through a deep model stays far below
+COPY_BYTES = 1 << 26
+FOLD_BYTES = 1 << 28  # bounds a slice of rows, decoded and encoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReparamConfig:
+    """Options of ``meki-edge reparam``."""
+
+    table_precision: str = "fp16"
+    """How rows are stored: ``fp32``, ``fp16``, ``int8`` (a scale a layer) or ``int4`` (a scale per 32 elements)."""
+    proof_windows: int | None = None
+    """How many windows of validation text the proof reads; by default as many as training's validation."""
+    window_length: int | None = None
+    """Predicted tokens a window; by default as in training's validation."""
+    chunk_rows: int = 1024
+    """Rows folded at a time (fewer if they are wide): enough for the products to run at full speed,
+    few enough for what lies between them to stay in cache."""
+
+
+def reparam(checkpoint: Path, tokens: Path, out: Path, config: ReparamConfig, *, force: bool = False) -> Manifest:
+    """Fold ``checkpoint`` (training form) into ``out`` (ROM form and its ROM file) and prove it on ``tokens``.
+
+    Raises:
+        UserError: nothing to fold, or folded already; inputs that changed or do not fit each other;
+            a value that the table's precision cannot hold; no space; a proof that fails.
+    """
+    source = manifest.load(checkpoint, stages=("train", STAGE))
+    _require_training_form(checkpoint)
+    config = _completed(config, source, checkpoint)
+    shards = open_shards(tokens)
+    with console.progress() as bar, Checkpoint(checkpoint) as opened:
+        manifest.verify(checkpoint, source, _megabytes(bar, "verify", sum(e.bytes for e in source.files.values())))
+        windows = _windows(opened, source, shards, config)
+        folder = Folder(opened)
+        output = StageOutput(
+            out,
+            stage=STAGE,
+            config=to_dict(config),
+            inputs={"checkpoint": checkpoint, "tokens": tokens},
+            tools=("torch", "numpy"),
+            force=force,
+        )
+        if output.complete is not None:
+            return output.complete
+        spec = folder.rom_spec(
+            config.table_precision,
+            tokenizer_sha256=_sha256(source, checkpoint, "tokenizer"),
+            source_sha256=_sha256(source, checkpoint, "weights"),
+        )
+        rom = output.partial / ROM
+        ram_parameters = _write_rom_form(opened, output.partial, bar)
+        float32_rows = _fold(folder, spec, rom, windows.ids, config.chunk_rows, bar)
+        proof = _prove(opened, output.partial, windows, float32_rows, bar)
+        return output.finish(
+            roles={model_config.FILE_NAME: "config", WEIGHTS: "weights", TOKENIZER: "tokenizer", ROM: "rom"},
+            metrics={
+                "proof": to_dict(proof),
+                "validation_loss": proof.loss_coded,
+                "validation_tokens": proof.tokens,
+                "rom_bytes": rom.stat().st_size,
+                "rom_bytes_per_token": spec.row_stride,
+                "row_bytes": spec.row_bytes,
+                "ram_parameters": ram_parameters,
+            },
+        )
+
+
+class Folder:
+    """Rows of any range of ids, from a training-form checkpoint whose tables stay on disk.
+
+    Only what all ids share is kept in memory: each memory's training-only tensors, without its table.
+
+    Raises:
+        UserError: a memory whose rows do not belong to one token id.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._memories = []
+        for layer in range(checkpoint.config.num_hidden_layers):
+            with torch.device("meta"):
+                memories = checkpoint.config.build_memories(layer)
+            for number, memory in enumerate(memories):
+                prefix = f"model.layers.{layer}.memories.{number}."
+                shared = [n for n in memory.state_dict() if n.split(".")[0] in memory.training_only and n != "table"]
+                tensors = {name: checkpoint.read(prefix + name) for name in shared}
+                memory.load_state_dict(tensors, strict=False, assign=True)
+                if memory.addressing.kind != Identity.kind:
+                    raise UserError(
+                        f"{memory.kind} has {memory.addressing.kind} addressing; only rows that belong to one id fold",
+                        where=checkpoint.directory,
+                        fix="train a model whose memories are addressed by token id",
+                    )
+                self._memories.append((layer, number, prefix + "table", memory))
+
+    def rom_spec(self, precision: str, *, tokenizer_sha256: str, source_sha256: str) -> RomSpec:
+        """The layout of the ROM file, at table ``precision``."""
+        return rom_spec.build(
+            [(layer, number, memory.row_dim) for layer, number, _, memory in self._memories],
+            precision,
+            num_rows=self._checkpoint.config.vocab_size,
+            addressing=Identity(),
+            tokenizer_sha256=tokenizer_sha256,
+            source_sha256=source_sha256,
+        )
+
+    @torch.no_grad()
+    def fold(self, start: int, stop: int) -> np.ndarray:
+        """The rows of ids ``start`` … ``stop - 1``: float32 ``[stop - start, row_dim]``."""
+        some = slice(start, stop)
+        embeddings = self._checkpoint.read(EMBEDDING, some)
+        values = torch.empty(stop - start, sum(memory.row_dim for *_, memory in self._memories))
+        columns = values.split([memory.row_dim for *_, memory in self._memories], dim=1)
+        for column, (_, _, table, memory) in zip(columns, self._memories, strict=True):
+            rows = self._checkpoint.read(table, some) if memory.table_dim else embeddings[:, :0]
+            column.copy_(memory.fold(rows, embeddings))
+        return values.numpy()
+
+
+def _require_training_form(checkpoint: Path) -> None:
+    path = checkpoint / model_config.FILE_NAME
+    config = model_config.parse(read_json(path), path)
+    if not config.memories:
+        raise UserError(
+            "the checkpoint is dense: there is nothing to fold",
+            where=checkpoint,
+            fix="give it to `meki-edge export` as it is",
+        )
+    if config.folded:
+        raise UserError(
+            "the checkpoint is folded already (memory_form 'rom')",
+            where=checkpoint,
+            fix="give it to `meki-edge export`, or fold the trained checkpoint that it came from",
+        )
+
+
+def _completed(config: ReparamConfig, source: Manifest, checkpoint: Path) -> ReparamConfig:
+    """``config`` with its defaults taken from the checkpoint's validation, checked."""
+    rom_spec.codec(config.table_precision)
+    for field, metric in (("proof_windows", "validation_windows"), ("window_length", "window_length")):
+        flag = "--" + field.replace("_", "-")
+        if getattr(config, field) is None:
+            if metric not in source.metrics:
+                raise UserError(f"the manifest does not record {metric!r}", where=checkpoint, fix=f"give {flag}")
+            config = dataclasses.replace(config, **{field: source.metrics[metric]})
+        if getattr(config, field) < 1:
+            raise UserError(f"{field} is {getattr(config, field)}", where=flag, fix="give a positive number")
+    if config.chunk_rows < 1:
+        raise UserError(f"chunk_rows is {config.chunk_rows}", where="--chunk-rows", fix="give a positive number")
+    return config
+
+
+def _sha256(source: Manifest, directory: Path, role: str) -> str:
+    return source.files[source.file(directory, role).name].sha256
+
+
+def _windows(checkpoint: Checkpoint, source: Manifest, shards: TokenShards, config: ReparamConfig) -> Windows:
+    if _sha256(source, checkpoint.directory, "tokenizer") != shards.tokenizer_sha256:
+        raise UserError(
+            "the tokens were made with another tokenizer than the checkpoint's",
+            where=shards.directory,
+            fix="give the tokens that the checkpoint was trained on",
+        )
+    if shards.vocab_size > checkpoint.config.vocab_size:
+        raise UserError(
+            f"the tokens have ids up to {shards.vocab_size - 1}, the model's vocabulary {checkpoint.config.vocab_size}",
+            where=shards.directory,
+            fix="give the tokens that the checkpoint was trained on",
+        )
+    assert config.proof_windows is not None and config.window_length is not None
+    return Windows.of(shards.validation_windows(config.proof_windows, config.window_length + 1))
+
+
+def _write_rom_form(checkpoint: Checkpoint, directory: Path, bar: Progress) -> int:
+    """Write config, tokenizer and the tensors that stay in RAM; return how many parameters those are."""
+    config = dataclasses.replace(checkpoint.config, memory_form=ROM_FORM)
+    write_json(directory / model_config.FILE_NAME, model_config.to_json(config))
+    with storage_errors(directory / TOKENIZER):
+        shutil.copyfile(checkpoint.directory / TOKENIZER, directory / TOKENIZER)
+    shapes = _ram_shapes(config)
+    if not (directory / WEIGHTS).is_file():
+        _copy_tensors(checkpoint, shapes, directory / WEIGHTS, bar)
+    return sum(map(math.prod, shapes.values()))
+
+
+def _ram_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in CausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        shapes.pop(HEAD)
+    return shapes
+
+
+def _copy_tensors(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], path: Path, bar: Progress) -> None:
+    """Copy tensors into a new safetensors file, at most ``COPY_BYTES`` at a time."""
+    total = 4 * sum(map(math.prod, shapes.values()))
+    require_free_space(path.parent, total, "the model without its tables")
+    advance = _megabytes(bar, "copy", total)
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        writer = SafetensorsWriter(file, {name: ("F32", shape) for name, shape in shapes.items()}, {"format": "pt"})
+        for name, shape in shapes.items():
+            for rows in _slices(shape):
+                data = checkpoint.read(name, rows).numpy()
+                writer.write(data)
+                advance(data.nbytes)
+        writer.finish()
+
+
+def _slices(shape: tuple[int, ...]) -> list[slice | None]:
+    if math.prod(shape) * 4 <= COPY_BYTES:
+        return [None]
+    step = max(1, COPY_BYTES // (4 * math.prod(shape[1:])))
+    return [slice(start, start + step) for start in range(0, shape[0], step)]
+
+
+def _fold(
+    folder: Folder, spec: RomSpec, rom: Path, proof_ids: np.ndarray, chunk_rows: int, bar: Progress
+) -> np.ndarray:
+    """Write the ROM file (or the rest of it); return the rows of ``proof_ids`` (ascending) before their codec.
+
+    Those are kept in a file of their own, since a resumed run does not fold their ids again.
+    """
+    proof_rows = rom.with_name(PROOF_ROWS)
+    step = max(1, min(chunk_rows, FOLD_BYTES // (4 * spec.row_dim + spec.row_stride)))
+    task = bar.add_task("fold (rows)", total=spec.num_rows)
+    if not rom.is_file():
+        with storage_errors(proof_rows), RomWriter(rom, spec, resume=True) as writer, open(proof_rows, "ab") as kept:
+            kept.truncate(4 * spec.row_dim * int(np.searchsorted(proof_ids, writer.rows_written)))
+            while writer.rows_written < spec.num_rows:
+                start = writer.rows_written
+                stop = min(start + step, spec.num_rows)
+                values = folder.fold(start, stop)
+                first, last = np.searchsorted(proof_ids, (start, stop))
+                kept.write(values[proof_ids[first:last] - start])
+                kept.flush()
+                writer.write(values)
+                bar.update(task, completed=stop)
+    bar.update(task, completed=spec.num_rows)
+    return np.fromfile(proof_rows, np.float32).reshape(len(proof_ids), spec.row_dim)
+
+
+def _prove(
+    training: Checkpoint, directory: Path, windows: Windows, float32_rows: np.ndarray, bar: Progress
+) -> Proof:
+    """Prove the ROM form in ``directory``; if the proof fails, remove it."""
+    task = bar.add_task("prove (layers)", total=3 * training.config.num_hidden_layers)
+    with RomReader(directory / ROM) as reader, Checkpoint(directory) as folded:
+        coded_rows = reader.rows(windows.ids)
+        proof = prove(training, folded, windows, float32_rows, coded_rows, lambda layers: bar.advance(task, layers))
+    if not proof.difference_float32 <= TOLERANCE * proof.logit_scale:
+        shutil.rmtree(directory)
+        raise UserError(
+            f"the folded model is not the trained one: logits differ by {proof.difference_float32:.3g} "
+            f"where the largest is {proof.logit_scale:.3g}",
+            where=training.directory,
+            fix="check that the weights are finite; if they are, report this with the checkpoint's config.json",
+        )
+    return proof
+
+
+def _megabytes(bar: Progress, description: str, total: int) -> Callable[[int], None]:
+    """A task measured in bytes and shown in MB; call the result with the bytes of each step."""
+    task = bar.add_task(f"{description} (MB)", total=math.ceil(total / 1e6))
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar.update(task, completed=math.ceil(done / 1e6))
+
+    return advance
