@@ -423,8 +423,12 @@ def test_memory_does_not_grow_with_the_vocabulary(tokens_dir: Path, tmp_path: Pa
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
+from meki_edge import reparam as stage, reparam_proof
 from test_reparam import config, reparam
 options = config(chunk_rows=1024, proof_windows=1)
+# What a slice may take, made small beside what the larger tables take.
+stage.COPY_BYTES = stage.FOLD_BYTES = 1 << 20
+reparam_proof.SLICE_ELEMENTS = 1 << 18
 for name in ("small", "large"):
     directory = Path({str(tmp_path)!r})
     reparam(directory / name, Path({str(tokens_dir)!r}), directory / f"{{name}}-rom", options)

@@ -1,0 +1,32 @@
+// What runs a graph: ONNX Runtime on the CPU here, an NPU's provider on a phone.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "graph_spec.h"
+
+namespace meki {
+
+// A loaded graph. Its inputs and outputs stay bound to the caller's memory from run to run, so that a
+// step neither copies nor allocates tensors.
+class Graph {
+public:
+    virtual ~Graph() = default;
+
+    // Binds an input or output to `data`, which must hold its elements and outlive the graph's runs.
+    virtual void bind_input(const TensorSpec& tensor, float* data) = 0;
+    virtual void bind_output(const TensorSpec& tensor, float* data) = 0;
+    virtual void run() = 0;
+};
+
+class Backend {
+public:
+    virtual ~Backend() = default;
+
+    virtual std::string name() const = 0;
+    // Throws Error if the graph cannot be loaded.
+    virtual std::unique_ptr<Graph> load(const std::string& path) = 0;
+};
+
+}  // namespace meki

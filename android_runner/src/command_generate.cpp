@@ -1,0 +1,70 @@
+#include <string>
+#include <unistd.h>
+
+#include "backend_ort.h"
+#include "clock.h"
+#include "commands.h"
+#include "error.h"
+#include "generator.h"
+#include "id_file.h"
+#include "output_file.h"
+#include "stats.h"
+
+namespace meki {
+
+namespace {
+
+void print_id(std::uint32_t id) {
+    const std::string line = std::to_string(id) + "\n";
+    write_all(STDOUT_FILENO, line.data(), line.size(), "stdout");
+}
+
+}  // namespace
+
+void generate(const GenerateOptions& options) {
+    const RunOptions& run = options.run;
+    const std::vector<std::uint32_t> prompt = read_ids(options.prompt_file);
+    OutputFile output(run.output);
+    const std::string ort_version = load_ort(run.ort_library);
+    OrtCpuBackend backend(run.threads);
+    Generator generator(run.bundle, backend, run.io, prompt.size() > 1);
+    const std::size_t context = generator.spec().context_length;
+    if (prompt.size() > context || options.max_new_tokens - 1 > context - prompt.size()) {
+        throw Error("a prompt of " + std::to_string(prompt.size()) + " tokens and " +
+                        std::to_string(options.max_new_tokens) + " new ones do not fit the context of " +
+                        std::to_string(context),
+                    options.prompt_file, "shorten the prompt or lower --max-new-tokens");
+    }
+    Sampler sampler(options.sampler, generator.spec().vocab_size);
+    Test prompt_test{"prompt", {}};
+    Test generate_test{"generate", {}};
+    generate_test.steps.reserve(options.max_new_tokens);
+    std::vector<std::uint32_t> generated;
+    generated.reserve(options.max_new_tokens);
+    const std::uint64_t load_us = now_us();
+    if (run.drop_page_cache) {
+        generator.drop_page_cache();
+    }
+
+    generator.prefill(prompt, prompt_test.steps);
+    Test* test = &prompt_test;  // the first new token is the prompt's
+    while (true) {
+        const std::uint32_t id = sampler.sample(generator.logits());
+        test->steps.back().end_us = now_us();
+        generated.push_back(id);
+        if (options.stream) {
+            print_id(id);
+        }
+        if (generated.size() == options.max_new_tokens || options.stop_tokens.count(id) != 0) {
+            break;
+        }
+        test = &generate_test;
+        generator.decode(id, test->steps);
+    }
+
+    output.commit(to_json(Report{"generate", backend.name(), ort_version, run.threads, name_of(run.io),
+                                 run.drop_page_cache, load_us, generator.rom_bytes_per_row(),
+                                 {std::move(prompt_test), std::move(generate_test)}, prompt, std::move(generated)}));
+}
+
+}  // namespace meki

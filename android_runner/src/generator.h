@@ -1,0 +1,80 @@
+// Runs the model over tokens: prefill in chunks, decode one by one, rows fetched behind other work.
+//
+// A step submits its tokens' ids to the reader threads first, then does what needs no rows — writes
+// the last step's keys and values into the cache, copies the embeddings, fills mask and angles — and
+// only then waits for the rows and runs the graph.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "bound_graph.h"
+#include "graph_spec.h"
+#include "kv_cache.h"
+#include "row_fetcher.h"
+#include "row_reader.h"
+#include "stats.h"
+
+namespace meki {
+
+class Generator {
+public:
+    // Opens a bundle directory. The prefill graph is loaded only if `with_prefill`; without it,
+    // `prefill` runs token by token. Throws Error if the bundle's files do not belong together.
+    Generator(const std::string& bundle, Backend& backend, IoMode io, bool with_prefill);
+
+    const GraphSpec& spec() const { return spec_; }
+    // Tokens fed since the last reset.
+    std::size_t length() const { return length_; }
+    // What the last token fed predicts: [vocab_size], valid until the next step.
+    const float* logits() const { return logits_; }
+    // Bytes from row to row in the ROM files, added up.
+    std::size_t rom_bytes_per_row() const;
+
+    // Feed tokens. Throw Error if the context is full or an id is out of range, and Interrupted
+    // between steps after a signal. Each appends its steps to `steps`, ended when the graph ended.
+    void prefill(const std::vector<std::uint32_t>& ids, std::vector<Step>& steps);
+    void decode(std::uint32_t id, std::vector<Step>& steps);
+
+    // Forgets all tokens.
+    void reset();
+    void drop_page_cache();
+
+private:
+    // Consecutive tokens for one run of one graph, and the buffers that their rows go to.
+    struct Chunk {
+        BoundGraph* graph;
+        const std::uint32_t* ids;
+        std::size_t count;
+        std::size_t row_slot;
+    };
+    struct Pending {
+        BoundGraph* graph;
+        std::size_t count;
+        std::size_t position;
+    };
+
+    void check(const std::uint32_t* ids, std::size_t count) const;
+    Chunk make_chunk(const std::uint32_t* ids, std::size_t remaining, std::size_t row_slot);
+    void submit(const Chunk& chunk);
+    void run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step>& steps);
+    void write_back();
+
+    GraphSpec spec_;
+    std::unique_ptr<RowReader> embedding_;
+    KvCache cache_;
+    std::unique_ptr<BoundGraph> prefill_;
+    std::unique_ptr<BoundGraph> decode_;
+    std::size_t length_ = 0;
+    std::optional<Pending> pending_;
+    const float* logits_ = nullptr;
+    // One a ROM file. Last: their threads end before the buffers that they fill.
+    std::vector<std::unique_ptr<RowFetcher>> fetchers_;
+};
+
+}  // namespace meki

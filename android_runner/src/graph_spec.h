@@ -1,0 +1,57 @@
+// graph_spec.json: what every input and output of the exported graphs is.
+//
+// T is a graph's num_tokens, C the context_length, KV num_key_value_heads, D head_dim. The roles and
+// their shapes are listed at `check` in graph_spec.cpp; nobody parses tensor names.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace meki {
+
+struct TensorSpec {
+    std::string name;
+    std::string role;
+    std::vector<std::int64_t> shape;
+    std::size_t index;  // the layer, or the ROM file
+
+    std::size_t num_elements() const;
+};
+
+struct GraphFile {
+    std::string file;
+    std::size_t num_tokens;
+    std::vector<TensorSpec> inputs;
+    std::vector<TensorSpec> outputs;
+
+    const TensorSpec& input(const std::string& role, std::size_t index = 0) const;
+    const TensorSpec& output(const std::string& role, std::size_t index = 0) const;
+};
+
+// A ROM file that feeds a graph input by token id.
+struct RowFile {
+    std::string file;
+    std::size_t row_dim;
+};
+
+struct GraphSpec {
+    std::size_t vocab_size;
+    std::size_t hidden_size;
+    std::size_t num_hidden_layers;
+    std::size_t num_key_value_heads;
+    std::size_t head_dim;
+    double rope_theta;
+    std::size_t context_length;
+    float mask_value;
+    GraphFile prefill;
+    GraphFile decode;
+    RowFile embedding;
+    std::vector<RowFile> roms;
+};
+
+// Throws Error if the file is missing, is not such a spec, or its tensors do not fit its sizes.
+GraphSpec read_graph_spec(const std::string& path);
+
+}  // namespace meki

@@ -1,0 +1,33 @@
+#include "interrupt.h"
+
+#include <atomic>
+#include <csignal>
+
+namespace meki {
+
+namespace {
+
+std::atomic<int> received{0};
+static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may only store to a lock-free atomic");
+
+void remember(int signal) { received.store(signal); }
+
+}  // namespace
+
+void watch_signals() {
+    struct sigaction action {};
+    action.sa_handler = remember;
+    action.sa_flags = SA_RESTART | static_cast<int>(SA_RESETHAND);
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    std::signal(SIGPIPE, SIG_IGN);  // a reader that went away is a write error
+}
+
+void throw_if_interrupted() {
+    if (const int signal = received.load(); signal != 0) {
+        throw Interrupted{signal};
+    }
+}
+
+}  // namespace meki

@@ -1,0 +1,89 @@
+// A reader thread that turns token ids into dequantized rows while the caller does other work.
+//
+// Hand over the ids the moment they are known, do whatever does not need the rows, then wait for
+// them: what the wait costs is the stall, told apart from the time spent on I/O.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "row_reader.h"
+
+namespace meki {
+
+struct FetchStats {
+    std::uint64_t io_us = 0;       // reading and dequantizing
+    std::uint64_t stall_us = 0;    // the caller: waiting for rows that were not ready
+    std::uint64_t bytes_read = 0;  // asked of the file
+    std::uint64_t rows_read = 0;   // distinct rows
+
+    FetchStats& operator+=(const FetchStats& other);
+};
+
+class RowFetcher {
+public:
+    // Batches that may be under way at once: the one being waited for and the next.
+    static constexpr std::size_t max_pending = 2;
+
+    RowFetcher(std::unique_ptr<RowReader> reader, std::size_t max_batch);
+    // Waits for the batch being read, drops the others.
+    ~RowFetcher();
+    RowFetcher(const RowFetcher&) = delete;
+    RowFetcher& operator=(const RowFetcher&) = delete;
+
+    // Starts fetching rows `ids[0…count)` into `out` [count, row_dim], which the reader thread owns
+    // until the matching `wait`. At most `max_batch` ids and `max_pending` batches.
+    void submit(const std::uint32_t* ids, std::size_t count, float* out);
+
+    // Blocks until the oldest batch that was not waited for is in place. Throws what its reading threw.
+    // A batch that the reader thread has not begun — it is not running on a busy machine — is fetched
+    // here and now: that costs one read, where waiting would cost the scheduler's time slices.
+    FetchStats wait();
+
+    // The reader, for use while no batch is pending.
+    RowReader& reader() { return *reader_; }
+
+private:
+    // Where a row goes: sorted by id, so that the file is read forwards and each row once.
+    struct Target {
+        std::uint32_t id;
+        std::uint32_t position;
+    };
+    struct Batch {
+        std::vector<Target> targets;
+        float* out = nullptr;
+        FetchStats stats;
+        std::exception_ptr failure;
+    };
+
+    void run();
+    // Claims and fetches the oldest batch that nobody began; `lock` is open meanwhile.
+    void fetch_next(std::unique_lock<std::mutex>& lock);
+    void fetch(Batch& batch);
+
+    std::unique_ptr<RowReader> reader_;
+    std::size_t max_batch_;
+    std::array<Batch, max_pending> batches_;
+
+    std::mutex mutex_;
+    std::condition_variable work_signal_;
+    std::condition_variable finished_signal_;
+    // Batches ever submitted, begun, finished and waited for; batch n lives in slot n % max_pending.
+    // At most one is begun and not finished, since the reader serves one thread at a time.
+    std::uint64_t submitted_ = 0;
+    std::uint64_t begun_ = 0;
+    std::uint64_t finished_ = 0;
+    std::uint64_t taken_ = 0;
+    bool stopping_ = false;
+
+    std::thread thread_;  // last: it starts when everything above is ready
+};
+
+}  // namespace meki
