@@ -8,7 +8,7 @@ checkpoint into one file (:mod:`export.passes`), and the result is run against P
 
 Output: ``graph_spec.json``, ``prefill.onnx`` and ``decode.onnx`` (operator set 23, float32), the
 ``weights.data`` that both refer to, ``embedding.safetensors`` (a ROM file of the token embedding)
-and the tokenizer. The memories' ROM stays in the checkpoint; ``meki-edge pack`` brings both
+and the tokenizer. The memories' ROM files stay in the checkpoint; ``meki-edge pack`` brings both
 together.
 """
 
@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from export import passes
 from export.inputs import open_directory, open_tokens
-from export.trace import graph_spec, rom_dims, trace
+from export.trace import graph_spec, trace
 from export.verify import verify
 from meki_edge import console, manifest
 from meki_edge import tokens as token_shards
@@ -34,6 +34,7 @@ from meki_edge.graph_spec import FILE_NAME, GraphSpec
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, Checkpoint
 from meki_edge.model.config import ModelConfig
+from meki_edge.model.row_spaces import RowSpace, row_spaces
 from meki_edge.rom import spec as rom_spec
 from meki_edge.rom.addressing import Identity
 from meki_edge.rom.reader import RomReader
@@ -41,7 +42,6 @@ from meki_edge.rom.writer import RomWriter
 from meki_edge.tokens import TokenShards
 
 STAGE = "export"
-ROM_ROLE = "rom"
 EMBEDDING_LAYER = -1  # of a segment that holds token embeddings
 EMBEDDING_ROWS = 4096  # rows of the token embedding held in memory at a time
 CARRIED_METRICS = ("validation_loss", "validation_tokens", "ram_parameters")
@@ -78,7 +78,7 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
         model = weights.config
         shards = _open_tokens(tokens, source, model, checkpoint)
         _check_shapes(config, model, checkpoint)
-        rom = _rom(source, model, shards, checkpoint)
+        roms = _roms(source, model, shards, checkpoint)
         text = shards.validation_windows(1, min(config.verify_tokens, config.context_length))[0]
         output = StageOutput(
             out,
@@ -101,7 +101,7 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
             _write_embedding(output.partial, spec, weights, shards)
             write_json(output.partial / FILE_NAME, to_dict(spec))
             shutil.copyfile(tokens / token_shards.TOKENIZER, output.partial / TOKENIZER)
-    metrics |= verify(output.partial, spec, checkpoint, rom, text)
+    metrics |= verify(output.partial, spec, checkpoint, roms, text)
     return output.finish(
         roles={
             FILE_NAME: "graph_spec",
@@ -201,27 +201,41 @@ def _open_tokens(tokens: Path, source: Manifest, model: ModelConfig, checkpoint:
     return shards
 
 
-def _rom(source: Manifest, model: ModelConfig, shards: TokenShards, checkpoint: Path) -> Path | None:
-    """The checkpoint's ROM (``None`` for a dense model), checked against the model."""
-    expected = rom_dims(model)
-    if not expected:
-        return None
-    if not model.folded:
+def _roms(source: Manifest, model: ModelConfig, shards: TokenShards, checkpoint: Path) -> list[Path]:
+    """The checkpoint's ROM files (none of a dense model), each checked against its row space."""
+    if model.memories and not model.folded:
         raise UserError(
             "the memories are in training form",
             where=checkpoint,
             fix="fold it first: run `meki-edge reparam` and export its output",
         )
-    path = source.file(checkpoint, ROM_ROLE)
+    spaces = row_spaces(model)
+    paths = [source.file(checkpoint, space.role) for space in spaces]
+    for path, space in zip(paths, spaces, strict=True):
+        _check_rom(path, space, model, shards)
+    return paths
+
+
+def _check_rom(path: Path, space: RowSpace, model: ModelConfig, shards: TokenShards) -> None:
     with RomReader(path) as reader:
         spec = reader.spec
     found = [(segment.layer, segment.memory, segment.dim) for segment in spec.segments]
-    if spec.num_rows != model.vocab_size:
-        what = f"the ROM has {spec.num_rows} rows, the model {model.vocab_size} tokens"
+    expected = [(member.layer, member.number, member.dim) for member in space.members]
+    addressing = spec.addressing
+    if path.name != space.file:
+        what = f"the ROM is called {path.name}, the graphs ask for {space.file}"
+    elif addressing.kind != space.addressing:
+        what = f"the ROM's addressing is {addressing.kind}, the memories' is {space.addressing}"
+    elif spec.num_rows != space.num_rows:
+        what = f"the ROM has {spec.num_rows} rows, the memories need {space.num_rows}"
+    elif spec.num_tokens != model.vocab_size:
+        what = f"the ROM has rows for {spec.num_tokens} tokens, the model has {model.vocab_size}"
+    elif addressing.rows_per_token > space.rows_per_token:
+        what = f"the ROM has up to {addressing.rows_per_token} rows a token, the memories take {space.rows_per_token}"
     elif found != expected:
         what = f"the ROM's segments (layer, memory, dim) are {found}, the model's memories are {expected}"
     elif spec.tokenizer_sha256 != shards.tokenizer_sha256:
         what = "the ROM was folded for another tokenizer (SHA-256)"
     else:
-        return path
+        return
     raise UserError(what, where=path, fix="fold the model again with `meki-edge reparam`")

@@ -1,4 +1,4 @@
-"""The host's side of the exported graphs in NumPy: cache, mask, rotary angles, rows.
+"""The host's side of the exported graphs in NumPy: cache, mask, rotary angles, rows, memory states.
 
 The C++ harness does the same on a device. Here it serves to verify graphs, to compare compiled
 binaries with them, and to collect what calibration needs.
@@ -6,12 +6,13 @@ binaries with them, and to collect what calibration needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-from meki_edge.graph_spec import Graph, GraphSpec
+from meki_edge.graph_spec import Graph, GraphSpec, TensorSpec
 from meki_edge.rom.reader import RomReader
 
 
@@ -23,31 +24,32 @@ def cpu_session(path: Path) -> ort.InferenceSession:
 
 
 class OnnxDecoder:
-    """One sequence and its key/value cache. Sessions are the caller's, so only one need be loaded.
+    """One sequence and what is kept of it. Sessions are the caller's, so only one need be loaded.
 
     Args:
         embedding: rows for ``input_embeds``.
-        rom: rows for ``memory_rows``; ``None`` for a dense model.
+        roms: rows for ``memory_rows``, one reader a ROM file of the spec, in its order.
     """
 
-    def __init__(self, spec: GraphSpec, embedding: RomReader, rom: RomReader | None) -> None:
-        assert len(spec.roms) == (rom is not None), "a model with memories needs its ROM"
+    def __init__(self, spec: GraphSpec, embedding: RomReader, roms: Sequence[RomReader]) -> None:
+        assert len(spec.roms) == len(roms), "a model with memories needs its ROM files"
         self.spec = spec
-        self._embedding, self._rom = embedding, rom
-        roles = ("past_key", "past_value")
-        self._cache = {
+        self._embedding, self._roms = embedding, roms
+        self._kept = {
             tensor.name: np.zeros(tensor.shape, tensor.dtype)
-            for role in roles
+            for role in ("past_key", "past_value", "memory_state")
             for tensor in spec.decode.by_role(role)
         }
+        self._history = max((rom.spec.addressing.history for rom in roms), default=0)
+        self._before = np.empty(0, np.int64)  # the last ids, at most as many as an address depends on
         self.length = 0
         """Tokens in the cache."""
 
     def copy(self) -> OnnxDecoder:
         """A decoder that goes on from here on its own."""
-        other = OnnxDecoder(self.spec, self._embedding, self._rom)
-        other._cache = {name: array.copy() for name, array in self._cache.items()}
-        other.length = self.length
+        other = OnnxDecoder(self.spec, self._embedding, self._roms)
+        other._kept = {name: array.copy() for name, array in self._kept.items()}
+        other._before, other.length = self._before, self.length
         return other
 
     def prefill(self, session: ort.InferenceSession, ids: np.ndarray) -> np.ndarray:
@@ -61,14 +63,19 @@ class OnnxDecoder:
         return self.run(session, self.spec.decode, np.array([token]))[0]
 
     def run(self, session: ort.InferenceSession, graph: Graph, ids: np.ndarray) -> np.ndarray:
-        """One call of ``graph`` for ``ids`` ``[n]``, ``n`` ≤ T; they enter the cache. Logits ``[n, V]``."""
+        """One call of ``graph`` for ``ids`` ``[n]``, ``n`` ≤ T, which are kept. Logits ``[n, V]``."""
         names = [tensor.name for tensor in graph.outputs]
         results = dict(zip(names, session.run(names, self.feeds(graph, ids)), strict=True))
         start, stop, count = self.length, self.length + len(ids), len(ids)
         for past, present in zip(graph.by_role("past_key"), graph.by_role("present_key"), strict=True):
-            self._cache[past.name][..., start:stop] = results[present.name][..., :count]
+            self._kept[past.name][..., start:stop] = results[present.name][..., :count]
         for past, present in zip(graph.by_role("past_value"), graph.by_role("present_value"), strict=True):
-            self._cache[past.name][:, :, start:stop] = results[present.name][:, :, :count]
+            self._kept[past.name][:, :, start:stop] = results[present.name][:, :, :count]
+        for state, present in zip(graph.by_role("memory_state"), graph.by_role("present_memory_state"), strict=True):
+            seen = np.concatenate((self._kept[state.name], results[present.name][:, :count]), axis=1)
+            self._kept[state.name] = seen[:, count:]
+        self._before = np.concatenate((self._before, ids))
+        self._before = self._before[max(len(self._before) - self._history, 0) :]
         self.length = stop
         return results[graph.by_role("logits")[0].name][0, :count]
 
@@ -78,22 +85,31 @@ class OnnxDecoder:
         Padding lies to the right, so the causal mask hides it from every real token.
         """
         assert 0 < len(ids) <= graph.num_tokens and self.length + len(ids) <= self.spec.context_length
+        cos, sin = self._angles(graph.num_tokens)
         by_role = {
-            "input_embeds": self._padded(graph, self._embedding.rows(ids)),
+            "input_embeds": _padded(graph.by_role("input_embeds")[0], self._embedding.rows(ids)),
             "attention_mask": self._mask(graph.num_tokens),
-            **dict(zip(("position_cos", "position_sin"), self._angles(graph.num_tokens), strict=True)),
+            "position_cos": cos,
+            "position_sin": sin,
         }
-        if self._rom is not None:
-            by_role["memory_rows"] = self._padded(graph, self._rom.rows(ids))
+        known = self._kept | self._memory_feeds(graph, ids)
         return {
-            tensor.name: self._cache[tensor.name] if tensor.name in self._cache else by_role[tensor.role]
+            tensor.name: known[tensor.name] if tensor.name in known else by_role[tensor.role]
             for tensor in graph.inputs
         }
 
-    def _padded(self, graph: Graph, rows: np.ndarray) -> np.ndarray:
-        padded = np.zeros((1, graph.num_tokens, rows.shape[1]), np.float32)
-        padded[0, : len(rows)] = rows
-        return padded
+    def _memory_feeds(self, graph: Graph, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of ``ids`` from every ROM file, and which of them are meant where their number varies."""
+        feeds, counts = {}, []
+        for tensor, rom in zip(graph.by_role("memory_rows"), self._roms, strict=True):
+            rows, found = rom.fetch(ids, self._before)
+            feeds[tensor.name] = _padded(tensor, rows)
+            counts.append(found)
+        for tensor in graph.by_role("memory_mask"):
+            mask = np.full(tensor.shape, self.spec.mask_value, np.float32)
+            mask[0, : len(ids)][np.arange(tensor.shape[2]) < counts[tensor.index][:, None]] = 0
+            feeds[tensor.name] = mask
+        return feeds
 
     def _mask(self, num_tokens: int) -> np.ndarray:
         context = self.spec.context_length
@@ -107,3 +123,16 @@ class OnnxDecoder:
         positions = np.arange(self.length, self.length + num_tokens)
         angles = positions[None, :, None] * self.spec.rope_theta**-exponents
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _padded(tensor: TensorSpec, rows: np.ndarray) -> np.ndarray:
+    """``rows`` ``[n, …]`` of real tokens in the shape of ``tensor``, zeros elsewhere.
+
+    A token's K rows lie side by side, or on an axis of their own where their number varies.
+    """
+    padded = np.zeros(tensor.shape, np.float32)
+    if len(tensor.shape) == 4:
+        padded[0, : len(rows), : rows.shape[1]] = rows
+    else:
+        padded[0, : len(rows)] = rows.reshape(len(rows), -1)
+    return padded

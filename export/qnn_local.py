@@ -65,7 +65,7 @@ def compile_local(
     A graph that an interrupted run finished is not compiled again.
 
     Args:
-        checkpoint: the directory that was exported; its ROM feeds the check.
+        checkpoint: the directory that was exported; its ROM files feed the check.
         tokens: a tokens directory with the model's tokenizer; its validation split feeds the check.
 
     Raises:
@@ -146,9 +146,7 @@ class _Jobs:
         prompt = min(spec.prefill.num_tokens, spec.context_length - steps)
         ids = shards.validation_windows(1, prompt + steps)[0]
         arguments = [f"--exported={exported}", f"--steps={steps}", "--ids", *map(str, ids)]
-        if spec.roms:
-            rom = manifest.load(checkpoint).file(checkpoint, "rom")
-            arguments.insert(0, f"--rom={rom}")
+        arguments += ["--roms", *(str(checkpoint / rom.file) for rom in spec.roms)]
         metrics = self._run("simulate", "the NPU simulator's check", "simulator", arguments)
         worst = min(metrics["simulator_prefill_min_cosine"], metrics["simulator_decode_min_cosine"])
         if not worst >= MIN_COSINE:  # a NaN must not pass

@@ -89,7 +89,7 @@ def compile_graph(model: Path, out: Path, soc_model: int, optimization_level: in
 
 
 def simulate(
-    exported: Path, compiled: Path, rom: Path | None, ids: list[int], steps: int, soc_model: int, level: int
+    exported: Path, compiled: Path, roms: list[Path], ids: list[int], steps: int, soc_model: int, level: int
 ) -> dict[str, Any]:
     """Run ``ids`` through the compiled graphs in the simulator and through ONNX Runtime on the CPU.
 
@@ -102,10 +102,10 @@ def simulate(
     prompt, rest = np.array(ids[:-steps]), ids[-steps:]
     with ExitStack() as stack:
         embedding = stack.enter_context(RomReader(exported / spec.embedding.file))
-        reader = stack.enter_context(RomReader(rom)) if rom is not None else None
+        readers = [stack.enter_context(RomReader(rom)) for rom in roms]
 
         def run(load: Callable[[str], ort.InferenceSession]) -> tuple[np.ndarray, np.ndarray]:
-            decoder = OnnxDecoder(spec, embedding, reader)
+            decoder = OnnxDecoder(spec, embedding, readers)
             prefill = decoder.prefill(load(spec.prefill.file), prompt)  # one session in memory at a time
             loaded = load(spec.decode.file)
             return prefill, np.stack([decoder.decode(loaded, token) for token in rest])
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
         job.add_argument("--out", type=Path, required=True)
     jobs.choices["compile"].add_argument("--model", type=Path, required=True)
     jobs.choices["simulate"].add_argument("--exported", type=Path, required=True)
-    jobs.choices["simulate"].add_argument("--rom", type=Path)
+    jobs.choices["simulate"].add_argument("--roms", type=Path, nargs="*", required=True)
     jobs.choices["simulate"].add_argument("--steps", type=int, required=True)
     jobs.choices["simulate"].add_argument("--ids", type=int, nargs="+", required=True)
     given = parser.parse_args(arguments)
@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> int:
             result = simulate(
                 given.exported,
                 given.out,
-                given.rom,
+                given.roms,
                 given.ids,
                 given.steps,
                 given.soc_model,

@@ -1,8 +1,9 @@
 """Tracing: the decoder as an ONNX graph whose inputs and outputs are those of the spec.
 
 The graph runs the very :class:`~meki_edge.model.decoder.DecoderLayer` that was trained; only the
-attention strategy differs, and of each memory only ``fuse`` is traced. Tracing happens on the meta
-device, so it needs the model's shape and none of its data.
+attention strategy differs, and of each memory only ``fuse`` is traced: its rows, and the earlier
+inputs that some memories keep, come from the host. Tracing happens on the meta device, so it needs
+the model's shape and none of its data.
 
 Shapes: T num_tokens, C context_length, H num_attention_heads, KV num_key_value_heads, D head_dim.
 """
@@ -13,6 +14,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -20,12 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from meki_edge.graph_spec import SCHEMA, Graph, GraphSpec, RowFile, TensorSpec
+from meki_edge.memory import PaddedRows
 from meki_edge.model.config import ModelConfig
 from meki_edge.model.decoder import CausalLM
+from meki_edge.model.row_spaces import RowSpace, distribute, fetched_shape, row_spaces
+from meki_edge.rom.addressing import Identity, Ragged
 
 PREFILL, DECODE = "prefill", "decode"
 EMBEDDING_FILE = "embedding.safetensors"
-ROM_FILE = "rom.safetensors"
 OPSET = 23  # the first with RMSNormalization and RotaryEmbedding
 MASK_VALUE = -100.0  # exp of it is zero beside any real score, and float16 and integer ranges survive it
 
@@ -42,9 +46,11 @@ class GraphAttention:
         cos, sin: ``[1, T, D/2]``.
         past_keys: ``[1, KV, D, C]`` a layer, transposed and already rotated.
         past_values: ``[1, KV, C, D]`` a layer.
+        states: the earlier inputs ``[1, length, dim]`` of memory (layer, number), where it keeps any.
         num_groups: query heads a key/value head.
 
-    ``keys`` ``[1, KV, D, T]`` and ``values`` ``[1, KV, T, D]`` collect what each layer adds.
+    ``keys`` ``[1, KV, D, T]``, ``values`` ``[1, KV, T, D]`` and ``state_inputs`` ``[1, T, dim]``
+    collect what each layer and memory adds.
     """
 
     def __init__(
@@ -54,13 +60,15 @@ class GraphAttention:
         sin: Tensor,
         past_keys: list[Tensor],
         past_values: list[Tensor],
+        states: dict[tuple[int, int], Tensor],
         num_groups: int,
     ) -> None:
         self._mask = torch.cat([mask] * num_groups, dim=2) if mask.shape[2] > 1 else mask
         self._cos, self._sin = cos, sin
-        self._past_keys, self._past_values = past_keys, past_values
+        self._past_keys, self._past_values, self._states = past_keys, past_values, states
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.state_inputs: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_tokens, num_heads, head_dim = query.shape[1:]
@@ -76,6 +84,12 @@ class GraphAttention:
         out = past @ past_value + new @ value
         return out.reshape(1, num_heads, num_tokens, head_dim).transpose(1, 2).flatten(2)
 
+    def extend(self, layer: int, memory: int, x: Tensor, length: int) -> Tensor:
+        if length == 0:
+            return x
+        self.state_inputs[layer, memory] = x
+        return torch.cat((self._states[layer, memory], x), dim=1)
+
     def _rotate(self, x: Tensor) -> Tensor:
         """``[1, T, heads, D]`` → ``[1, heads, T, D]``, rotated by the native RotaryEmbedding operator."""
         return torch.onnx.ops.rotary_embedding(x.transpose(1, 2), self._cos, self._sin)
@@ -87,9 +101,8 @@ class _Traced(nn.Module):
     def __init__(self, lm: CausalLM, graph: Graph) -> None:
         super().__init__()
         self.model, self.lm_head = lm.model, lm.lm_head
-        self._split_rows = lm.split_rows
-        self._num_groups = lm.config.num_attention_heads // lm.config.num_key_value_heads
-        self._graph = graph
+        self._config, self._graph = lm.config, graph
+        self._spaces, self._states = row_spaces(lm.config), _states(lm.config)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         given = {spec.name: tensor for spec, tensor in zip(self._graph.inputs, inputs, strict=True)}
@@ -98,18 +111,23 @@ class _Traced(nn.Module):
             return [given[spec.name] for spec in self._graph.by_role(role)]
 
         (embeds,), (mask,), (cos,), (sin,) = map(of, ("input_embeds", "attention_mask", "position_cos", "position_sin"))
-        attention = GraphAttention(mask, cos, sin, of("past_key"), of("past_value"), self._num_groups)
-        rows = of("memory_rows")
-        split = self._split_rows(rows[0]) if rows else [[] for _ in self.model.layers]
-        hidden = self.model(embeds, attention, split)
-        return self.lm_head(hidden), *attention.keys, *attention.values
+        states = {(state.layer, state.number): x for state, x in zip(self._states, of("memory_state"), strict=True)}
+        num_groups = self._config.num_attention_heads // self._config.num_key_value_heads
+        attention = GraphAttention(mask, cos, sin, of("past_key"), of("past_value"), states, num_groups)
+        masks = iter(of("memory_mask"))
+        fetched = [
+            PaddedRows(rows, next(masks)) if space.addressing == Ragged.kind else rows
+            for space, rows in zip(self._spaces, of("memory_rows"), strict=True)
+        ]
+        hidden = self.model(embeds, attention, distribute(self._config, self._spaces, fetched))
+        new_states = (attention.state_inputs[place] for place in states)
+        return self.lm_head(hidden), *attention.keys, *attention.values, *new_states
 
 
 def graph_spec(
     model: ModelConfig, *, context_length: int, prefill_tokens: int, eos_token_id: int | None
 ) -> GraphSpec:
     """The contract of both graphs of ``model``."""
-    row_dim = sum(dim for _, _, dim in rom_dims(model))
     return GraphSpec(
         schema=SCHEMA,
         vocab_size=model.vocab_size,
@@ -121,34 +139,61 @@ def graph_spec(
         context_length=context_length,
         mask_value=MASK_VALUE,
         eos_token_id=eos_token_id,
-        prefill=_graph(PREFILL, model, context_length, prefill_tokens, row_dim),
-        decode=_graph(DECODE, model, context_length, 1, row_dim),
+        prefill=_graph(PREFILL, model, context_length, prefill_tokens),
+        decode=_graph(DECODE, model, context_length, 1),
         embedding=RowFile(file=EMBEDDING_FILE, row_dim=model.hidden_size),
-        roms=(RowFile(file=ROM_FILE, row_dim=row_dim),) if row_dim else (),
+        roms=tuple(
+            RowFile(
+                file=space.file,
+                row_dim=space.row_dim,
+                addressing=space.addressing,
+                rows_per_token=space.rows_per_token,
+            )
+            for space in row_spaces(model)
+        ),
     )
 
 
-def rom_dims(model: ModelConfig) -> list[tuple[int, int, int]]:
-    """(layer, memory, row_dim) of every memory, in the order of the ROM's segments."""
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """The earlier inputs ``[1, length, dim]`` that ``memories[number]`` of decoder ``layer`` keeps."""
+
+    layer: int
+    number: int
+    length: int
+    dim: int
+
+
+def _states(model: ModelConfig) -> list[_State]:
+    """The states of a model's memories, by layer."""
     with torch.device("meta"):
         return [
-            (layer, index, memory.row_dim)
+            _State(layer=layer, number=number, length=memory.state_length, dim=memory.state_dim)
             for layer in range(model.num_hidden_layers)
-            for index, memory in enumerate(model.build_memories(layer))
+            for number, memory in enumerate(model.build_memories(layer))
+            if memory.state_length
         ]
 
 
-def _graph(name: str, model: ModelConfig, context: int, num_tokens: int, row_dim: int) -> Graph:
+def _graph(name: str, model: ModelConfig, context: int, num_tokens: int) -> Graph:
     heads, dim = model.num_key_value_heads, model.head_dim
-    layers = range(model.num_hidden_layers)
+    spaces, states = row_spaces(model), _states(model)
 
     def tensor(role: str, *shape: int) -> TensorSpec:
         return TensorSpec(name=role, role=role, dtype="float32", shape=shape)
 
+    def numbered(role: str, index: int, *shape: int) -> TensorSpec:
+        return TensorSpec(name=f"{role}_{index}", role=role, dtype="float32", shape=shape, index=index)
+
     def each_layer(role: str, *shape: int) -> list[TensorSpec]:
-        return [
-            TensorSpec(name=f"{role}_{layer}", role=role, dtype="float32", shape=shape, index=layer) for layer in layers
-        ]
+        return [numbered(role, layer, *shape) for layer in range(model.num_hidden_layers)]
+
+    def rows(space: RowSpace) -> list[TensorSpec]:
+        shape = fetched_shape(space, num_tokens)
+        if len(spaces) == 1 and space.addressing == Identity.kind:
+            return [tensor("memory_rows", *shape)]
+        mask = [numbered("memory_mask", space.index, *shape[:-1])] if space.addressing == Ragged.kind else []
+        return [numbered("memory_rows", space.index, *shape), *mask]
 
     return Graph(
         file=f"{name}.onnx",
@@ -158,14 +203,16 @@ def _graph(name: str, model: ModelConfig, context: int, num_tokens: int, row_dim
             tensor("attention_mask", 1, 1, num_tokens, context + num_tokens),
             tensor("position_cos", 1, num_tokens, dim // 2),
             tensor("position_sin", 1, num_tokens, dim // 2),
-            *([tensor("memory_rows", 1, num_tokens, row_dim)] if row_dim else []),
+            *(spec for space in spaces for spec in rows(space)),
             *each_layer("past_key", 1, heads, dim, context),
             *each_layer("past_value", 1, heads, context, dim),
+            *(numbered("memory_state", i, 1, state.length, state.dim) for i, state in enumerate(states)),
         ),
         outputs=(
             tensor("logits", 1, num_tokens, model.vocab_size),
             *each_layer("present_key", 1, heads, dim, num_tokens),
             *each_layer("present_value", 1, heads, num_tokens, dim),
+            *(numbered("present_memory_state", i, 1, num_tokens, state.dim) for i, state in enumerate(states)),
         ),
     )
 

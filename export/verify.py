@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +22,7 @@ TOLERANCE = 1e-3
 
 
 def verify(
-    directory: Path, spec: GraphSpec, checkpoint: Path, rom: Path | None, ids: np.ndarray
+    directory: Path, spec: GraphSpec, checkpoint: Path, roms: Sequence[Path], ids: np.ndarray
 ) -> dict[str, float | int]:
     """Compare the graphs in ``directory`` with the model of ``checkpoint`` on real text ``ids`` ``[N]``.
 
@@ -30,7 +31,7 @@ def verify(
     each. Only one of the three is in memory at a time.
 
     Args:
-        rom: the ROM whose rows both sides use; ``None`` for a dense model.
+        roms: the ROM files whose rows both sides use, in the order of the spec.
 
     Returns:
         the differences, as metrics.
@@ -40,13 +41,13 @@ def verify(
     """
     num_prompt = _prompt_length(len(ids), spec.prefill.num_tokens)
     with ExitStack() as stack:
-        reader = stack.enter_context(RomReader(rom)) if rom is not None else None
+        readers = [stack.enter_context(RomReader(rom)) for rom in roms]
         embedding = stack.enter_context(RomReader(directory / spec.embedding.file))
         bar = stack.enter_context(console.progress())
         task = bar.add_task("verify", total=3)
-        expected = _torch_logits(checkpoint, reader, ids)
+        expected = _torch_logits(checkpoint, readers, ids)
         bar.advance(task)
-        decoder = OnnxDecoder(spec, embedding, reader)
+        decoder = OnnxDecoder(spec, embedding, readers)
         prefill = decoder.prefill(cpu_session(directory / spec.prefill.file), ids[:num_prompt])
         bar.advance(task)
         session = cpu_session(directory / spec.decode.file)
@@ -76,8 +77,24 @@ def _prompt_length(num_tokens: int, chunk: int) -> int:
 
 
 @torch.inference_mode()
-def _torch_logits(checkpoint: Path, rom: RomReader | None, ids: np.ndarray) -> np.ndarray:
+def _torch_logits(checkpoint: Path, roms: list[RomReader], ids: np.ndarray) -> np.ndarray:
     """Logits ``[N, V]`` of ``ids`` ``[N]`` from one forward pass over the whole window."""
     model = load_model(checkpoint).eval()
-    rows = None if rom is None else model.split_rows(torch.from_numpy(rom.rows(ids))[None])
-    return model(torch.from_numpy(ids)[None], rows=rows)[0].numpy()
+    return model(torch.from_numpy(ids)[None], rows=rom_rows(model.config, roms, ids))[0].numpy()
+
+
+def rom_rows(config, readers, ids):  # TEMPORARY until meki_edge.model.rom_rows lands
+    from meki_edge.memory import PaddedRows
+    from meki_edge.model.row_spaces import distribute, row_spaces
+    from meki_edge.rom.addressing import Ragged
+
+    spaces = row_spaces(config)
+    fetched = []
+    for space, reader in zip(spaces, readers, strict=True):
+        values, counts = map(torch.from_numpy, reader.fetch(ids))
+        if space.addressing == Ragged.kind:
+            slots = torch.arange(values.shape[1])
+            fetched.append(PaddedRows(values[None], torch.where(slots < counts[:, None], 0.0, -1e9)[None]))
+        else:
+            fetched.append(values.flatten(1)[None])
+    return distribute(config, spaces, fetched)

@@ -90,6 +90,7 @@ def train(
     window_length: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Parts a batch is computed in.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
+    minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warmup.")] = 500,
     weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
     precision: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
@@ -130,6 +131,7 @@ def train(
         window_length=window_length,
         gradient_accumulation_steps=gradient_accumulation_steps,
         learning_rate=learning_rate,
+        minimum_learning_rate_ratio=minimum_learning_rate_ratio,
         warmup_steps=warmup_steps,
         weight_decay=weight_decay,
         precision=precision,
@@ -305,8 +307,16 @@ def generate(
     if as_json:
         console.show_json(continue_text(bundle, prompt, config, lambda piece: None))
         return
-    console.stream(prompt)
-    result = continue_text(bundle, prompt, config, console.stream)
+    started = False
+
+    def show(piece: str) -> None:
+        nonlocal started
+        if not started:  # the prompt comes with the first piece, so that an error stands alone
+            console.stream(prompt)
+            started = True
+        console.stream(piece)
+
+    result = continue_text(bundle, prompt, config, show)
     console.stream("\n")
     console.show_metrics(result, title=None, skip=("text",))
 
@@ -361,6 +371,7 @@ def verify(
 ) -> None:
     """Check a directory against its manifest, and every row of its ROM file."""
     from meki_edge import manifest
+    from meki_edge.rom.inspect import describe
     from meki_edge.rom.inspect import verify as verify_rom
 
     if path.is_dir():
@@ -368,12 +379,13 @@ def verify(
         with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
             manifest.verify(path, made, advance)
         console.stdout.print(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
-        roms = [path / name for name, entry in made.files.items() if entry.role in ("rom", "embedding")]
+        roms = [path / name for name, entry in made.files.items() if entry.role == "embedding" or entry.role.startswith("rom")]
     else:
         roms = [path]
     for rom in roms:
-        with console.byte_progress(rom.name, rom.stat().st_size if rom.is_file() else 0) as advance:
-            num_rows = verify_rom(rom, advance=advance)
+        with console.progress() as bar:
+            task = bar.add_task(rom.name, total=describe(rom)["num_rows"])
+            num_rows = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
         console.stdout.print(f"{rom.name}: {num_rows} rows are well-formed")
 
 

@@ -5,13 +5,19 @@ is for, so nobody parses tensor names.
 
 Roles of inputs: ``input_embeds`` ``[1, T, hidden_size]``, ``attention_mask`` ``[1, 1, T, C + T]``
 (additive: 0 or ``mask_value``; the C cache slots first, then the T new tokens), ``position_cos``
-and ``position_sin`` ``[1, T, head_dim / 2]``, ``memory_rows`` ``[1, T, row_dim]`` (one a ROM file,
-``index`` says which), ``past_key`` ``[1, num_key_value_heads, head_dim, C]`` (transposed) and
-``past_value`` ``[1, num_key_value_heads, C, head_dim]`` (one a layer, ``index`` is the layer).
+and ``position_sin`` ``[1, T, head_dim / 2]``, ``past_key`` ``[1, num_key_value_heads, head_dim, C]``
+(transposed) and ``past_value`` ``[1, num_key_value_heads, C, head_dim]`` (one a layer, ``index`` is
+the layer). For ROM file ``roms[index]``, with K rows a token: ``memory_rows`` ``[1, T, row_dim]``
+where the addressing is identity, ``[1, T, K · row_dim]`` where it is ngram_hash, and
+``[1, T, K, row_dim]`` where it is ragged; then ``memory_mask`` ``[1, T, K]`` is 0 for a token's own
+rows and ``mask_value`` for the others. ``memory_state`` ``[1, length, dim]`` are the last inputs
+that a memory keeps, oldest first, zeros before the text begins.
+
 Roles of outputs: ``logits`` ``[1, T, vocab_size]``, ``present_key``
-``[1, num_key_value_heads, head_dim, T]`` and ``present_value``
-``[1, num_key_value_heads, T, head_dim]``: the new tokens only, which the caller writes into the
-cache. T is ``num_tokens``, C is ``context_length``.
+``[1, num_key_value_heads, head_dim, T]``, ``present_value`` ``[1, num_key_value_heads, T, head_dim]``
+and ``present_memory_state`` ``[1, T, dim]``: the new tokens only. The caller writes keys and values
+into the cache, and shifts the states along by the tokens that were real. T is ``num_tokens``, C is
+``context_length``.
 """
 
 from __future__ import annotations
@@ -54,10 +60,16 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class RowFile:
-    """A ROM file (``docs/rom-format.md``) that feeds a graph input by token id."""
+    """A ROM file (``docs/rom-format.md``) that feeds a graph input by token id.
+
+    ``row_dim`` is the elements of one decoded row, ``rows_per_token`` the K of the input's shape (a
+    ragged file may need fewer), ``addressing`` as in the file's header.
+    """
 
     file: str
     row_dim: int
+    addressing: str = "identity"
+    rows_per_token: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,27 +52,18 @@ class TextTokenizer:
         return self.inner.decode(list(ids))
 
 
-def load(path: Path, *, eos_token: str | None = None) -> TextTokenizer:
+def load(path: Path, *, eos_token: str | int | None = None) -> TextTokenizer:
     """Open ``tokenizer.json``.
 
     Args:
         path: the file.
-        eos_token: the token that ends a document; default: the first of ``KNOWN_EOS_TOKENS`` that
-            the file has.
+        eos_token: the token that ends a document, or its id; default: the first of
+            ``KNOWN_EOS_TOKENS`` that the file has.
 
     Raises:
         UserError: no such file, not a tokenizer, an empty vocabulary, or no EOS token in it.
     """
-    if not path.is_file():
-        raise UserError("the tokenizer file does not exist", where=path, fix="give the path of a tokenizer.json")
-    try:
-        inner = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
-        raise UserError(
-            f"not a tokenizer.json: {error}",
-            where=path,
-            fix="give the tokenizer.json of a Hugging Face fast tokenizer, or leave --tokenizer out to train one",
-        ) from None
+    inner = read_tokenizer(path)
     inner.no_truncation()
     inner.no_padding()
     inner.encode_special_tokens = True
@@ -86,6 +77,20 @@ def load(path: Path, *, eos_token: str | None = None) -> TextTokenizer:
         eos_token_id=_find_eos(inner, eos_token, path),
         sha256=sha256_file(path),
     )
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The `tokenizers` object of a file, as it is; a missing or broken file is a :class:`UserError`."""
+    if not path.is_file():
+        raise UserError("the tokenizer file does not exist", where=path, fix="give the path of a tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
+        raise UserError(
+            f"not a tokenizer.json: {error}",
+            where=path,
+            fix="give the tokenizer.json of a Hugging Face fast tokenizer, or leave --tokenizer out to train one",
+        ) from None
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, eos_token: str = EOS_TOKEN) -> Tokenizer:
@@ -107,7 +112,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eos_token: str = EOS_TOKEN)
     return tokenizer
 
 
-def _find_eos(inner: Tokenizer, eos_token: str | None, path: Path) -> int:
+def _find_eos(inner: Tokenizer, eos_token: str | int | None, path: Path) -> int:
+    if isinstance(eos_token, int):
+        eos_token = inner.id_to_token(eos_token) or f"id {eos_token}"
     for candidate in KNOWN_EOS_TOKENS if eos_token is None else (eos_token,):
         token_id = inner.token_to_id(candidate)
         if token_id is not None:

@@ -45,6 +45,26 @@ void modes_agree() {
     }
 }
 
+// Offsets past 4 GiB, in a file that is all hole but for its last row.
+void large_file() {
+    constexpr std::uint64_t num_rows = 1 << 20, stride = 8192;
+    const std::string path = directory / "large.safetensors";
+    write_file(path, safetensors(rom_header(num_rows, stride, 4).dump(), ""));
+    CHECK(::truncate(path.c_str(), 4096 + num_rows * stride) == 0);
+    const int descriptor = ::open(path.c_str(), O_WRONLY);
+    const float last[4] = {1, 2, 3, 4};
+    CHECK(::pwrite(descriptor, last, sizeof last, 4096 + (num_rows - 1) * stride) == sizeof last);
+    ::close(descriptor);
+    for (const meki::IoMode mode : modes) {
+        const auto reader = open(path, mode);
+        float row[4];
+        reader->read(num_rows - 1, row);
+        CHECK(row[0] == 1 && row[3] == 4);
+        reader->read(num_rows / 2 + 1, row);
+        CHECK(row[0] == 0 && row[3] == 0);
+    }
+}
+
 void shrinking_file() {
     for (const meki::IoMode mode : modes) {
         const std::string path = directory / "shrinking.safetensors";
@@ -119,6 +139,7 @@ void dropped_cache() {
 
 int main() {
     modes_agree();
+    large_file();
     shrinking_file();
     damaged_row();
     failing_storage();

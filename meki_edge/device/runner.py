@@ -92,7 +92,8 @@ def _run(arguments: list[str], on_token: Callable[[int], None] | None) -> None:
 
 def _stream(command: list[str], stderr: int, on_token: Callable[[int], None] | None) -> int:
     """The exit status of ``command``, or minus the signal that ended it."""
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    with subprocess.Popen(command, text=True, **pipes) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:

@@ -5,25 +5,27 @@ The same layout as Hugging Face's, so a Qwen3 checkpoint from its hub opens as i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meki_edge.errors import UserError
-from meki_edge.files import read_json, write_json
+from meki_edge.files import read_json, storage_errors, write_json
 from meki_edge.model import config as model_config
 from meki_edge.model.config import ModelConfig
 from meki_edge.model.decoder import CausalLM
-from meki_edge.safetensors_io import SafetensorsFile
+from meki_edge.safetensors_io import SafetensorsFile, SafetensorsWriter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+
+_DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # parameters, and what addressing needs
 
 
 class Checkpoint:
@@ -125,10 +127,24 @@ def load_model(directory: Path) -> CausalLM:
 def save_model(directory: Path, model: CausalLM) -> None:
     """Write ``config.json`` and ``model.safetensors`` (tied head stored once) into ``directory``."""
     write_json(directory / model_config.FILE_NAME, model_config.to_json(model.config))
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+    tensors = model.state_dict()
     if model.config.tie_word_embeddings:
         tensors.pop(HEAD)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(directory / WEIGHTS, tensors, {"format": "pt"})
 
 
-__all__ = ["Checkpoint", "ModelConfig", "load_model", "save_model", "weight_files"]
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor in memory at a time; a full disk is a :class:`UserError`.
+
+    (The `safetensors` library hides the operating system's error in one of its own.)
+    """
+    declared = {name: (_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with storage_errors(path), open(path, "wb") as file:
+        writer = SafetensorsWriter(file, declared, metadata)
+        for tensor in tensors.values():
+            if tensor.numel() > 0:  # a memoryview of nothing cannot be cast
+                writer.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        writer.finish()
+
+
+__all__ = ["Checkpoint", "ModelConfig", "load_model", "save_model", "save_tensors", "weight_files"]

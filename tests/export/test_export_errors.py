@@ -20,12 +20,19 @@ from meki_edge.files import read_json
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.manifest import StageOutput
 from meki_edge.rom.reader import RomReader
-from meki_edge.rom.spec import layout, row_stride
+from meki_edge.rom.addressing import Identity
+from meki_edge.rom.spec import Segment, build, row_stride
 from meki_edge.rom.writer import RomWriter
 from meki_edge.tokens import open_shards
 
 Exported = dict[str, tuple[Path, Path]]
 SMALL = ExportConfig(context_length=64, prefill_tokens=16, verify_tokens=20)
+
+
+def segments(*dims: tuple[int, int, int]) -> tuple[Segment, ...]:
+    """Consecutive int8 segments of (layer, memory, dim)."""
+    spec = build(dims, "int8", num_rows=1, addressing=Identity(), tokenizer_sha256="", source_sha256="")
+    return spec.segments
 
 
 def what_of(checkpoint: Path, tokens_dir: Path, out: Path, config: ExportConfig = SMALL) -> str:
@@ -112,10 +119,10 @@ def respoiled(tmp_path: Path, exported: Exported) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_rows": 380}, "the ROM has 380 rows, the model 384 tokens"),
-        ({"segments": layout([(0, 0, 12), (1, 0, 12), (2, 0, 11)], "int8")}, "the ROM's segments"),
-        ({"segments": layout([(0, 0, 12), (1, 0, 12)], "int8")}, "the ROM's segments"),
-        ({"segments": layout([(0, 0, 12), (1, 1, 12), (2, 0, 12)], "int8")}, "the ROM's segments"),
+        ({"num_rows": 380}, "the ROM has 380 rows, the memories need 384"),
+        ({"segments": segments((0, 0, 12), (1, 0, 12), (2, 0, 11))}, "the ROM's segments"),
+        ({"segments": segments((0, 0, 12), (1, 0, 12))}, "the ROM's segments"),
+        ({"segments": segments((0, 0, 12), (1, 1, 12), (2, 0, 12))}, "the ROM's segments"),
         ({"tokenizer_sha256": "0" * 64}, "folded for another tokenizer"),
     ],
 )
@@ -145,7 +152,7 @@ def test_graphs_that_compute_something_else(
     path = copy / graph_spec.FILE_NAME
     with pytest.raises(UserError, match="logits differ from PyTorch's"):
         text = open_shards(tokens_dir).validation_windows(1, 20)[0]
-        verify(copy, GraphSpec.from_json(read_json(path), path), checkpoint, None, text)
+        verify(copy, GraphSpec.from_json(read_json(path), path), checkpoint, [], text)
 
 
 def test_validation_text_shorter_than_the_check(tmp_path: Path, tokens_dir: Path, dense_checkpoint: Path) -> None:

@@ -39,8 +39,8 @@ def load_onnx(path: Path) -> onnx.ModelProto:
 
 def decoder_of(checkpoint: Path, directory: Path) -> OnnxDecoder:
     spec = spec_of(directory)
-    rom = RomReader(checkpoint / spec.roms[0].file) if spec.roms else None
-    return OnnxDecoder(spec, RomReader(directory / spec.embedding.file), rom)
+    roms = [RomReader(checkpoint / rom.file) for rom in spec.roms]
+    return OnnxDecoder(spec, RomReader(directory / spec.embedding.file), roms)
 
 
 def run_onnx(checkpoint: Path, directory: Path, ids: np.ndarray, num_prompt: int) -> np.ndarray:

@@ -1,0 +1,123 @@
+"""Named model shapes, and memories placed in them.
+
+The Qwen3 shapes are those of Hugging Face's ``config.json`` files (RoPE base 1e6), so published
+weights initialise them; the memory widths are MeKi's (m = 128, 256, 512). MeKi's own models were
+trained from scratch with a RoPE base of 5e5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from meki_edge import memory as memory_kinds
+from meki_edge.errors import UserError, nearest
+from meki_edge.files import read_json
+from meki_edge.model import config as model_config
+from meki_edge.model.config import MemoryPlacement, ModelConfig
+
+
+def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+    },
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32),
+}
+MEMORY_DIMS = {"demo": 64, "qwen3-0.6b": 128, "qwen3-1.7b": 256, "qwen3-4b": 512}
+
+
+def build(
+    preset: str,
+    vocab_size: int,
+    *,
+    memory: str | None = None,
+    layers: tuple[int, ...] | None = None,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> ModelConfig:
+    """The model of ``preset`` for a vocabulary, with a memory or dense.
+
+    Args:
+        preset: a key of ``SHAPES``.
+        vocab_size: rows of the embedding; the tokenizer's size, or more.
+        memory: a memory kind, or None for the dense twin.
+        layers: the 0-based layers that get the memory; default all.
+        options: the memory's options; ``memory_dim`` defaults to the preset's.
+        changes: other fields of :class:`ModelConfig`, such as ``max_position_embeddings``.
+
+    Raises:
+        UserError: an unknown preset, field, memory or option, or sizes that do not fit.
+    """
+    if preset not in SHAPES:
+        raise UserError(
+            f"unknown preset {preset!r}{nearest(preset, SHAPES)}", where="preset", fix=f"use {', '.join(SHAPES)}"
+        )
+    dense = model_config.parse({**SHAPES[preset], "vocab_size": vocab_size, **changes}, f"preset {preset}")
+    return dense if memory is None else with_memory(dense, memory, layers=layers, options=options, preset=preset)
+
+
+def from_config(
+    path: Path,
+    *,
+    memory: str | None = None,
+    layers: tuple[int, ...] | None = None,
+    options: dict[str, Any] | None = None,
+) -> ModelConfig:
+    """The model of a ``config.json``, with one more memory if ``memory`` names one."""
+    parsed = model_config.parse(read_json(path), path)
+    return parsed if memory is None else with_memory(parsed, memory, layers=layers, options=options)
+
+
+def from_checkpoint(
+    directory: Path,
+    *,
+    memory: str | None = None,
+    layers: tuple[int, ...] | None = None,
+    options: dict[str, Any] | None = None,
+) -> ModelConfig:
+    """The shape of a checkpoint directory (for ``init_from``) without its memories, and a new one."""
+    parsed = from_config(directory / model_config.FILE_NAME)
+    dense = dataclasses.replace(parsed, memories=(), memory_form=model_config.TRAINING_FORM)
+    return dense if memory is None else with_memory(dense, memory, layers=layers, options=options)
+
+
+def with_memory(
+    model: ModelConfig,
+    memory: str,
+    *,
+    layers: tuple[int, ...] | None = None,
+    options: dict[str, Any] | None = None,
+    preset: str | None = None,
+) -> ModelConfig:
+    """``model`` with one more memory, in ``layers`` (default all)."""
+    options = dict(options or {})
+    if preset is not None and memory in memory_kinds.KINDS:
+        fields = {field.name for field in dataclasses.fields(memory_kinds.KINDS[memory][0])}
+        if "memory_dim" in fields:
+            options.setdefault("memory_dim", MEMORY_DIMS[preset])
+    chosen = tuple(range(model.num_hidden_layers)) if layers is None else layers
+    placement = MemoryPlacement(kind=memory, layers=chosen, options=options)
+    return model_config.check(dataclasses.replace(model, memories=(*model.memories, placement)), f"memory {memory}")
