@@ -9,6 +9,7 @@ DEMO := build/demo
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
 .PHONY: help setup runner test demo clean check-system
 
 help: ## show this list
@@ -35,13 +36,14 @@ runner: $(RUNNER) ## build the C++ harness for this machine
 
 $(RUNNER): .venv/.installed $(wildcard android_runner/CMakeLists.txt android_runner/src/*)
 	sh android_runner/fetch_headers.sh build/ort-headers
-	cmake -S android_runner -B build/runner -DCMAKE_BUILD_TYPE=Release \
+	cmake -S android_runner -B build/runner -DCMAKE_BUILD_TYPE=Release --log-level=WARNING \
 	  -DMEKI_ORT_HEADERS=$(abspath build/ort-headers) \
 	  -DMEKI_JSON_INCLUDE=$$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / "include")')
-	cmake --build build/runner --parallel $(JOBS)
+	cmake --build build/runner --parallel $(JOBS) --target meki-runner
 	@touch $@
 
 test: runner ## run the test suite (C++ and Python)
+	cmake --build build/runner --parallel $(JOBS)
 	ctest --test-dir build/runner --output-on-failure
 	$(BIN)/python -m pytest
 

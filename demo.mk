@@ -3,12 +3,12 @@
 
 TEXT := $(DEMO)/text
 MODEL := --preset demo --seed 0
-TRAIN := --steps 480 --batch-size 16 --window-length 256 --learning-rate 2e-3 --warmup-steps 30 \
-  --minimum-learning-rate-ratio 0.1 --validate-every 60
+TRAIN := --steps 960 --batch-size 8 --window-length 256 --learning-rate 2e-3 --warmup-steps 60 \
+  --minimum-learning-rate-ratio 0.1 --validate-every 120
 
 demo: runner ## the whole pipeline on real text (about 10 minutes on 2 cores)
 	test -d $(TEXT) || $(BIN)/python benchmarks/corpora.py shakespeare $(TEXT)
-	$(MEKI) tokenize $(TEXT) -o $(DEMO)/tokens --vocab-size 4096
+	$(MEKI) tokenize $(TEXT) -o $(DEMO)/tokens --vocab-size 4096 --validation-fraction 0.1
 	$(MEKI) train $(DEMO)/tokens -o $(DEMO)/train/dense $(MODEL) $(TRAIN)
 	$(MEKI) train $(DEMO)/tokens -o $(DEMO)/train/meki $(MODEL) $(TRAIN) --memory meki
 	$(MEKI) reparam $(DEMO)/train/meki $(DEMO)/tokens -o $(DEMO)/rom/meki --table-precision int8

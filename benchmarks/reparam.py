@@ -43,7 +43,9 @@ from meki_edge.model import config as model_config
 from meki_edge.model.checkpoint import HEAD, TOKENIZER, WEIGHTS, Checkpoint
 from meki_edge.model.config import MemoryPlacement, ModelConfig
 from meki_edge.model.decoder import CausalLM
-from meki_edge.reparam import Folder, ReparamConfig, reparam
+from meki_edge.model.row_spaces import row_spaces
+from meki_edge.reparam import ReparamConfig, reparam
+from meki_edge.reparam_fold import Folder
 from meki_edge.rom.writer import RomWriter
 from meki_edge.safetensors_io import SafetensorsWriter
 
@@ -118,7 +120,8 @@ def run_slices(checkpoint: Path, scratch: Path, precision: str, samples: int) ->
     torch.set_num_threads(1)
     pairs = []
     with Checkpoint(checkpoint) as opened:
-        folder, config = Folder(opened), opened.config
+        config = opened.config
+        folder = Folder(opened, row_spaces(config)[0])
         products = _products(config)
         spec = replace(folder.rom_spec(precision, tokenizer_sha256="", source_sha256=""), num_rows=samples * CHUNK_ROWS)
         starts = np.linspace(0, config.vocab_size - CHUNK_ROWS, samples).astype(int).tolist()

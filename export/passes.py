@@ -148,18 +148,20 @@ def write_weights(
 def _write_weight(
     fd: int, start: int, weight: Weight, checkpoint: Checkpoint, advance: Callable[[int], None]
 ) -> None:
+    if prod(weight.shape) <= BLOCK_ELEMENTS:
+        whole = checkpoint.read(weight.tensor).numpy()
+        _pwrite(fd, np.ascontiguousarray(whole.T if weight.transposed else whole), start)
+        return advance(weight.num_bytes)
     stored = weight.shape[::-1] if weight.transposed else weight.shape
     num_rows, row_size = stored[0], prod(stored[1:])
     step = max(BLOCK_ELEMENTS // row_size, 1)
     for first in range(0, num_rows, step):
         block = checkpoint.read(weight.tensor, slice(first, min(first + step, num_rows))).numpy()
-        if not weight.transposed:
-            _pwrite(fd, block, start + first * row_size * ITEM_BYTES)
-        elif len(block) == num_rows:
-            _pwrite(fd, np.ascontiguousarray(block.T), start)
-        else:  # the block is a band of columns of the transposed weight
+        if weight.transposed:  # the block is a band of columns
             for row, values in enumerate(np.ascontiguousarray(block.T)):
                 _pwrite(fd, values, start + (row * num_rows + first) * ITEM_BYTES)
+        else:
+            _pwrite(fd, block, start + first * row_size * ITEM_BYTES)
         advance(block.nbytes)
 
 

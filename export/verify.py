@@ -14,6 +14,7 @@ from meki_edge import console
 from meki_edge.errors import UserError
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.model.checkpoint import load_model
+from meki_edge.model.rom_rows import rom_rows
 from meki_edge.rom.reader import RomReader
 
 DECODE_STEPS = 8
@@ -80,21 +81,5 @@ def _prompt_length(num_tokens: int, chunk: int) -> int:
 def _torch_logits(checkpoint: Path, roms: list[RomReader], ids: np.ndarray) -> np.ndarray:
     """Logits ``[N, V]`` of ``ids`` ``[N]`` from one forward pass over the whole window."""
     model = load_model(checkpoint).eval()
-    return model(torch.from_numpy(ids)[None], rows=rom_rows(model.config, roms, ids))[0].numpy()
-
-
-def rom_rows(config, readers, ids):  # TEMPORARY until meki_edge.model.rom_rows lands
-    from meki_edge.memory import PaddedRows
-    from meki_edge.model.row_spaces import distribute, row_spaces
-    from meki_edge.rom.addressing import Ragged
-
-    spaces = row_spaces(config)
-    fetched = []
-    for space, reader in zip(spaces, readers, strict=True):
-        values, counts = map(torch.from_numpy, reader.fetch(ids))
-        if space.addressing == Ragged.kind:
-            slots = torch.arange(values.shape[1])
-            fetched.append(PaddedRows(values[None], torch.where(slots < counts[:, None], 0.0, -1e9)[None]))
-        else:
-            fetched.append(values.flatten(1)[None])
-    return distribute(config, spaces, fetched)
+    batch = torch.from_numpy(ids)[None]
+    return model(batch, rows=rom_rows(model.config, roms, batch))[0].numpy()

@@ -122,7 +122,10 @@ def _arm(arm: dict[str, Any]) -> dict[str, Any]:
         "rom_bytes": metrics["rom_bytes"],
         "rom_bytes_per_token": metrics["rom_bytes_per_token"],
         "table_precision": metrics["table_precision"],
+        "weight_bytes_per_token": metrics["weight_bytes_per_token"],
+        "expert_bytes_per_token": metrics["expert_bytes_per_token"],
         "ram_parameters": metrics["ram_parameters"],
+        "active_parameters": metrics["active_parameters"],
         "weights_bytes": metrics["weights_bytes"],
         "bundle_bytes": arm["bundle_bytes"],
         "peak_rss_bytes": arm["peak_rss_bytes"],
@@ -152,7 +155,17 @@ def headline(result: dict[str, Any]) -> str:
     """What was seen, in a sentence or two an arm, with no claim that the figures do not carry."""
     arms, baseline = result["arms"], result["baseline"]
     sentences = [
-        " ".join(filter(None, (_quality(name, baseline, arms), _speed(name, baseline, arms), _stall(name, arms[name]))))
+        " ".join(
+            filter(
+                None,
+                (
+                    _quality(name, baseline, arms),
+                    _speed(name, baseline, arms),
+                    _stall(name, arms[name]),
+                    _experts(arms[name]),
+                ),
+            )
+        )
         for name in arms
         if name != baseline
     ]
@@ -190,6 +203,15 @@ def _stall(name: str, arm: dict[str, Any]) -> str:
         return ""
     waited, share = arm["stall_us_per_token"], arm["stall_share"]
     return f"Its graph waited {waited:,.1f} µs a token for rows, {share:.3%} of the time."
+
+
+def _experts(arm: dict[str, Any]) -> str:
+    if arm["expert_bytes_per_token"] is None:
+        return ""
+    return (
+        f"Each token of it reads {arm['expert_bytes_per_token'] / 1e6:,.2f} MB of experts, which no one can fetch ahead: "
+        "each layer chooses its own when it is reached."
+    )
 
 
 def _trained(directory: Path) -> tuple[Manifest, list[dict[str, Any]]]:

@@ -1,9 +1,9 @@
-"""``meki-edge reparam``: fold the memories of a trained checkpoint into a ROM file.
+"""``meki-edge reparam``: fold the memories of a trained checkpoint into ROM files.
 
-Everything that depends on the token id alone — tables, projections, their norms and scalars —
-becomes one row a token. The fold evaluates the training form's own code (``MemoryLayer.fold``) in
-float32 over slices of the vocabulary, so memory does not grow with it: no table and no row matrix
-is ever whole in memory. What remains is copied as it is, in float32.
+Everything that depends on token ids alone — tables, projections, their norms and scalars, and how
+ids become row ids — goes into one ROM file a row space (:mod:`meki_edge.model.row_spaces`). Rows are
+folded slice by slice (:mod:`meki_edge.reparam_fold`), so no table and no row matrix is ever whole in
+memory. What remains is copied as it is, in float32.
 
 An interrupted run resumes after the last slice that reached the disk.
 """
@@ -14,7 +14,9 @@ import dataclasses
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +29,21 @@ from meki_edge.errors import UserError
 from meki_edge.files import atomic_path, read_json, require_free_space, storage_errors, write_json
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.model import config as model_config
-from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, WEIGHTS, Checkpoint
+from meki_edge.model.checkpoint import HEAD, TOKENIZER, WEIGHTS, Checkpoint
 from meki_edge.model.config import ROM_FORM, ModelConfig
 from meki_edge.model.decoder import CausalLM
-from meki_edge.reparam_proof import Proof, Windows, prove
+from meki_edge.model.row_spaces import row_spaces
+from meki_edge.reparam_fold import Folder, RomFile
+from meki_edge.reparam_proof import Proof, Windows, prove, stored_rows
 from meki_edge.rom import spec as rom_spec
-from meki_edge.rom.addressing import Identity
+from meki_edge.rom.addressing import Addressing
 from meki_edge.rom.reader import RomReader
-from meki_edge.rom.spec import RomSpec
-from meki_edge.rom.writer import RomWriter
 from meki_edge.safetensors_io import SafetensorsWriter
 from meki_edge.tokens import TokenShards, open_shards
 
 STAGE = "reparam"
-ROM = "rom.safetensors"
-PROOF_ROWS = "proof_rows.f32"  # in .partial/ only
 TOLERANCE = 1e-4  # of the logit scale: float32 rounding through a deep model stays far below
 COPY_BYTES = 1 << 26
-FOLD_BYTES = 1 << 28  # bounds a slice of rows, decoded and encoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class ReparamConfig:
 
 
 def reparam(checkpoint: Path, tokens: Path, out: Path, config: ReparamConfig, *, force: bool = False) -> Manifest:
-    """Fold ``checkpoint`` (training form) into ``out`` (ROM form and its ROM file) and prove it on ``tokens``.
+    """Fold ``checkpoint`` (training form) into ``out`` (ROM form and its ROM files) and prove it on ``tokens``.
 
     Raises:
         UserError: nothing to fold, or folded already; inputs that changed or do not fit each other;
@@ -76,7 +75,7 @@ def reparam(checkpoint: Path, tokens: Path, out: Path, config: ReparamConfig, *,
     with console.progress() as bar, Checkpoint(checkpoint) as opened:
         manifest.verify(checkpoint, source, _megabytes(bar, "verify", sum(e.bytes for e in source.files.values())))
         windows = _windows(opened, source, shards, config)
-        folder = Folder(opened)
+        folders = [Folder(opened, space) for space in row_spaces(opened.config)]
         output = StageOutput(
             out,
             stage=STAGE,
@@ -87,79 +86,32 @@ def reparam(checkpoint: Path, tokens: Path, out: Path, config: ReparamConfig, *,
         )
         if output.complete is not None:
             return output.complete
-        spec = folder.rom_spec(
-            config.table_precision,
-            tokenizer_sha256=_sha256(source, checkpoint, "tokenizer"),
-            source_sha256=_sha256(source, checkpoint, "weights"),
-        )
-        rom = output.partial / ROM
+        digests = {
+            "tokenizer_sha256": _sha256(source, checkpoint, "tokenizer"),
+            "source_sha256": _sha256(source, checkpoint, "weights"),
+        }
+        roms = [
+            RomFile(folder, output.partial, windows.row_ids(folder.addressing), config.table_precision, digests)
+            for folder in folders
+        ]
         ram_parameters = _write_rom_form(opened, output.partial, bar)
-        float32_rows = _fold(folder, spec, rom, windows.ids, config.chunk_rows, bar)
-        proof = _prove(opened, output.partial, windows, float32_rows, bar)
+        _fold(roms, config.chunk_rows, bar)
+        proof = _prove(opened, output.partial, windows, roms, bar)
         return output.finish(
-            roles={model_config.FILE_NAME: "config", WEIGHTS: "weights", TOKENIZER: "tokenizer", ROM: "rom"},
+            roles={
+                model_config.FILE_NAME: "config",
+                WEIGHTS: "weights",
+                TOKENIZER: "tokenizer",
+                **{folder.space.file: folder.space.role for folder in folders},
+            },
             metrics={
                 "proof": to_dict(proof),
                 "validation_loss": proof.loss_coded,
                 "validation_tokens": proof.tokens,
-                "rom_bytes": rom.stat().st_size,
-                "rom_bytes_per_token": spec.row_stride,
-                "row_bytes": spec.row_bytes,
                 "ram_parameters": ram_parameters,
+                **_sizes(roms, shards),
             },
         )
-
-
-class Folder:
-    """Rows of any range of ids, from a training-form checkpoint whose tables stay on disk.
-
-    Only what all ids share is kept in memory: each memory's training-only tensors, without its table.
-
-    Raises:
-        UserError: a memory whose rows do not belong to one token id.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._memories = []
-        for layer in range(checkpoint.config.num_hidden_layers):
-            with torch.device("meta"):
-                memories = checkpoint.config.build_memories(layer)
-            for number, memory in enumerate(memories):
-                prefix = f"model.layers.{layer}.memories.{number}."
-                shared = [n for n in memory.state_dict() if n.split(".")[0] in memory.training_only and n != "table"]
-                tensors = {name: checkpoint.read(prefix + name) for name in shared}
-                memory.load_state_dict(tensors, strict=False, assign=True)
-                if memory.addressing.kind != Identity.kind:
-                    raise UserError(
-                        f"{memory.kind} has {memory.addressing.kind} addressing; only rows that belong to one id fold",
-                        where=checkpoint.directory,
-                        fix="train a model whose memories are addressed by token id",
-                    )
-                self._memories.append((layer, number, prefix + "table", memory))
-
-    def rom_spec(self, precision: str, *, tokenizer_sha256: str, source_sha256: str) -> RomSpec:
-        """The layout of the ROM file, at table ``precision``."""
-        return rom_spec.build(
-            [(layer, number, memory.row_dim) for layer, number, _, memory in self._memories],
-            precision,
-            num_rows=self._checkpoint.config.vocab_size,
-            addressing=Identity(),
-            tokenizer_sha256=tokenizer_sha256,
-            source_sha256=source_sha256,
-        )
-
-    @torch.no_grad()
-    def fold(self, start: int, stop: int) -> np.ndarray:
-        """The rows of ids ``start`` … ``stop - 1``: float32 ``[stop - start, row_dim]``."""
-        some = slice(start, stop)
-        embeddings = self._checkpoint.read(EMBEDDING, some)
-        values = torch.empty(stop - start, sum(memory.row_dim for *_, memory in self._memories))
-        columns = values.split([memory.row_dim for *_, memory in self._memories], dim=1)
-        for column, (_, _, table, memory) in zip(columns, self._memories, strict=True):
-            rows = self._checkpoint.read(table, some) if memory.table_dim else embeddings[:, :0]
-            column.copy_(memory.fold(rows, embeddings))
-        return values.numpy()
 
 
 def _require_training_form(checkpoint: Path) -> None:
@@ -258,40 +210,37 @@ def _slices(shape: tuple[int, ...]) -> list[slice | None]:
     return [slice(start, start + step) for start in range(0, shape[0], step)]
 
 
-def _fold(
-    folder: Folder, spec: RomSpec, rom: Path, proof_ids: np.ndarray, chunk_rows: int, bar: Progress
-) -> np.ndarray:
-    """Write the ROM file (or the rest of it); return the rows of ``proof_ids`` (ascending) before their codec.
-
-    Those are kept in a file of their own, since a resumed run does not fold their ids again.
-    """
-    proof_rows = rom.with_name(PROOF_ROWS)
-    step = max(1, min(chunk_rows, FOLD_BYTES // (4 * spec.row_dim + spec.row_stride)))
-    task = bar.add_task("fold (rows)", total=spec.num_rows)
-    if not rom.is_file():
-        with storage_errors(proof_rows), RomWriter(rom, spec, resume=True) as writer, open(proof_rows, "ab") as kept:
-            kept.truncate(4 * spec.row_dim * int(np.searchsorted(proof_ids, writer.rows_written)))
-            while writer.rows_written < spec.num_rows:
-                start = writer.rows_written
-                stop = min(start + step, spec.num_rows)
-                values = folder.fold(start, stop)
-                first, last = np.searchsorted(proof_ids, (start, stop))
-                kept.write(values[proof_ids[first:last] - start])
-                kept.flush()
-                writer.write(values)
-                bar.update(task, completed=stop)
-    bar.update(task, completed=spec.num_rows)
-    return np.fromfile(proof_rows, np.float32).reshape(len(proof_ids), spec.row_dim)
+def _fold(roms: list[RomFile], chunk_rows: int, bar: Progress) -> None:
+    """Write the ROM files, or the rest of them."""
+    task = bar.add_task("fold (rows)", total=sum(rom.spec.num_rows for rom in roms))
+    before = 0
+    for rom in roms:
+        rom.write(chunk_rows, lambda done, before=before: bar.update(task, completed=before + done))
+        before += rom.spec.num_rows
 
 
 def _prove(
-    training: Checkpoint, directory: Path, windows: Windows, float32_rows: np.ndarray, bar: Progress
+    training: Checkpoint, directory: Path, windows: Windows, roms: list[RomFile], bar: Progress
 ) -> Proof:
     """Prove the ROM form in ``directory``; if the proof fails, remove it."""
     task = bar.add_task("prove (layers)", total=3 * training.config.num_hidden_layers)
-    with RomReader(directory / ROM) as reader, Checkpoint(directory) as folded:
-        coded_rows = reader.rows(windows.ids)
-        proof = prove(training, folded, windows, float32_rows, coded_rows, lambda layers: bar.advance(task, layers))
+    spaces = [rom.folder.space for rom in roms]
+    with ExitStack() as stack:
+        folded = stack.enter_context(Checkpoint(directory))
+        kept = [stack.enter_context(RomReader(rom.kept_path)) for rom in roms]
+        stored = [stack.enter_context(RomReader(rom.path)) for rom in roms]
+        proof = prove(
+            training,
+            folded,
+            windows,
+            stored_rows(
+                spaces,
+                [rom.folder.addressing for rom in roms],
+                [partial(rom.kept_segment, reader) for rom, reader in zip(roms, kept, strict=True)],
+            ),
+            stored_rows(spaces, [reader.spec.addressing for reader in stored], [reader.segment for reader in stored]),
+            lambda layers: bar.advance(task, layers),
+        )
     if not proof.difference_float32 <= TOLERANCE * proof.logit_scale:
         shutil.rmtree(directory)
         raise UserError(
@@ -301,6 +250,24 @@ def _prove(
             fix="check that the weights are finite; if they are, report this with the checkpoint's config.json",
         )
     return proof
+
+
+def _sizes(roms: list[RomFile], shards: TokenShards) -> dict[str, int | float]:
+    """What the ROM files take on storage, and what a token reads of them at most and on average."""
+    return {
+        "rom_bytes": sum(rom.path.stat().st_size for rom in roms),
+        "rom_bytes_per_token": sum(rom.spec.addressing.rows_per_token * rom.spec.row_stride for rom in roms),
+        "rom_bytes_per_token_expected": sum(
+            _mean_rows(rom.spec.addressing, shards.validation) * rom.spec.row_stride for rom in roms
+        ),
+    }
+
+
+def _mean_rows(addressing: Addressing, text: np.ndarray) -> float:
+    """Rows that a token of ``text`` ``[N]`` needs, on average."""
+    times = np.bincount(text)
+    ids = np.flatnonzero(times)
+    return float(np.average(addressing.row_counts(ids), weights=times[ids]))
 
 
 def _megabytes(bar: Progress, description: str, total: int) -> Callable[[int], None]:

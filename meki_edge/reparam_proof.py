@@ -2,32 +2,49 @@
 
 *Training* form: rows computed from tables and projections, as in training. *Float32* ROM form: the
 ROM checkpoint with the rows that the streaming fold computed, before their codec. *Coded* ROM
-form: the same with rows read back from the ROM file.
+form: the same with rows, and their addresses, read back from the ROM files.
 
-The forward pass streams: one decoder layer's weights at a time, the head in slices of the
-vocabulary. So a model larger than memory can be proved.
+The forward pass streams: one decoder layer's weights at a time, a memory's rows for a few tokens at
+a time, the head in slices of the vocabulary. So a model larger than memory can be proved.
 
-Shapes: N windows, T tokens, M = N·T positions, U distinct ids, d hidden_size, V vocab_size.
+Shapes: N windows, T tokens, M = N·T positions, K rows a token, d hidden_size, V vocab_size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meki_edge.memory import MemoryLayer, PaddedRows
+from meki_edge.memory.base import Past
 from meki_edge.model.checkpoint import EMBEDDING, Checkpoint
-from meki_edge.model.decoder import CausalAttention, DecoderLayer, Rows, split_rows
+from meki_edge.model.decoder import CausalAttention, DecoderLayer
+from meki_edge.model.rom_rows import ReadRows, addresses, gather
+from meki_edge.model.row_spaces import Member, RowSpace
+from meki_edge.reparam_fold import table_name
+from meki_edge.rom.addressing import NOTHING, Addressing, Identity
 
 TOKENS_AT_ONCE = 2048  # bounds the activations of a layer
+ROW_ELEMENTS = 1 << 24  # bounds the rows that tokens read at once: 64 MiB
 SLICE_ELEMENTS = 1 << 23  # bounds a slice of the head, and of each form's logits: 32 MiB
 
-LayerRows = Callable[[int, DecoderLayer], list[Tensor]]
-"""The rows of the distinct ids for each memory of a layer: ``[U, row_dim]`` each."""
+
+@dataclass(frozen=True)
+class Source:
+    """Where a memory's rows come from: which ones tokens need, and how they are read."""
+
+    addressing: Addressing
+    read: ReadRows
+
+
+LayerRows = Callable[[int, DecoderLayer], list[Source]]
+"""The source of each memory of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,39 +70,40 @@ class Proof:
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Validation text as distinct ids: ``ids[places]`` is what the model reads."""
+    """Validation text: what the model reads, and what it should predict."""
 
-    ids: np.ndarray
-    """The distinct input ids, sorted: int64 ``[U]``."""
-    places: Tensor
-    """Where each position's id lies in ``ids``: int64 ``[N, T]``."""
+    inputs: Tensor
+    """int64 ``[N, T]``."""
     targets: Tensor
-    """The id that follows each position: int64 ``[N, T]``."""
+    """The id that follows each input: int64 ``[N, T]``."""
 
     @classmethod
     def of(cls, tokens: np.ndarray) -> Windows:
         """From windows of ids ``[N, T + 1]``."""
-        ids, places = np.unique(tokens[:, :-1], return_inverse=True)
-        return cls(
-            ids=ids,
-            places=torch.from_numpy(places.reshape(tokens.shape[0], -1)),
-            targets=torch.from_numpy(tokens[:, 1:].copy()),
-        )
+        return cls(inputs=torch.from_numpy(tokens[:, :-1].copy()), targets=torch.from_numpy(tokens[:, 1:].copy()))
+
+    def row_ids(self, addressing: Addressing) -> np.ndarray:
+        """The distinct rows that the windows need, each a text of its own: int64, ascending."""
+        needed = []
+        for window in self.inputs.numpy():
+            row_ids, counts = addressing.row_ids(window, NOTHING)
+            needed.append(np.unique(row_ids[np.arange(row_ids.shape[1]) < counts[:, None]]))
+        return np.unique(np.concatenate(needed))
 
 
 def prove(
     training: Checkpoint,
     folded: Checkpoint,
     windows: Windows,
-    float32_rows: np.ndarray,
-    coded_rows: np.ndarray,
+    float32_rows: LayerRows,
+    coded_rows: LayerRows,
     advance: Callable[[int], None] = lambda steps: None,
 ) -> Proof:
-    """Run the three forms and compare them; ``*_rows`` are ``[U, row_dim]``, ``advance`` counts layers."""
+    """Run the three forms and compare them; ``advance`` counts layers."""
     hidden = [
-        streamed_hidden(training, windows, training_rows(training, windows.ids), advance),
-        streamed_hidden(folded, windows, rom_rows(folded, float32_rows), advance),
-        streamed_hidden(folded, windows, rom_rows(folded, coded_rows), advance),
+        streamed_hidden(training, windows, training_rows(training), advance),
+        streamed_hidden(folded, windows, float32_rows, advance),
+        streamed_hidden(folded, windows, coded_rows, advance),
     ]
     heads = [training, folded, folded]
     targets = windows.targets.flatten()
@@ -122,42 +140,85 @@ def streamed_hidden(
 ) -> Tensor:
     """The final hidden states ``[N, T, d]``, with one decoder layer's weights in memory at a time."""
     config = checkpoint.config
-    num_windows, length = windows.places.shape
+    num_windows, length = windows.inputs.shape
     attention = CausalAttention(config, length)
-    hidden = F.embedding(windows.places, checkpoint.read_rows(EMBEDDING, windows.ids))
+    unique, places = windows.inputs.unique(return_inverse=True)
+    hidden = F.embedding(places, checkpoint.read_rows(EMBEDDING, unique.numpy()))
     step = max(1, TOKENS_AT_ONCE // length)
     for layer in range(config.num_hidden_layers):
         module = _load_layer(checkpoint, layer)
-        rows = layer_rows(layer, module)
+        sources = layer_rows(layer, module)
+        module.memories = nn.ModuleList(map(_Reading, module.memories, sources))
         for start in range(0, num_windows, step):
             some = slice(start, start + step)
-            hidden[some] = module(hidden[some], attention, [F.embedding(windows.places[some], r) for r in rows])
+            hidden[some] = module(hidden[some], attention, [windows.inputs[some]] * len(sources))
         advance(1)
     return F.rms_norm(hidden, (config.hidden_size,), checkpoint.read("model.norm.weight"), config.rms_norm_eps)
 
 
-def training_rows(checkpoint: Checkpoint, ids: np.ndarray) -> LayerRows:
-    """Rows as the training form computes them for ``ids`` ``[U]``."""
-    embeddings = checkpoint.read_rows(EMBEDDING, ids)
+def training_rows(checkpoint: Checkpoint) -> LayerRows:
+    """Rows as the training form computes them, from tables that stay on disk."""
 
-    def rows(layer: int, module: DecoderLayer) -> list[Tensor]:
-        folded = []
+    def read(table: str, memory: MemoryLayer, row_ids: np.ndarray) -> np.ndarray:
+        by_token = memory.addressing_kind == Identity.kind
+        embeddings = checkpoint.read_rows(EMBEDDING, row_ids) if by_token else torch.empty(len(row_ids), 0)
+        rows = checkpoint.read_rows(table, row_ids) if memory.table_dim else embeddings[:, :0]
+        return memory.fold(rows, embeddings).numpy()
+
+    def sources(layer: int, module: DecoderLayer) -> list[Source]:
+        found = []
         for number, memory in enumerate(module.memories):
-            name = f"model.layers.{layer}.memories.{number}.table"
-            table = checkpoint.read_rows(name, ids) if memory.table_dim else embeddings[:, :0]
-            folded.append(memory.fold(table, embeddings))
-        return folded
+            table = table_name(Member(layer=layer, number=number, dim=memory.stored_dim))
+            found.append(Source(memory.addressing, partial(read, table, memory)))
+        return found
 
-    return rows
+    return sources
 
 
-def rom_rows(checkpoint: Checkpoint, flat: np.ndarray) -> LayerRows:
-    """Rows ``[U, row_dim]`` that came from outside, split by layer and memory."""
-    with torch.device("meta"):
-        memories = [checkpoint.config.build_memories(layer) for layer in range(checkpoint.config.num_hidden_layers)]
-    dims = [[memory.row_dim for memory in layer] for layer in memories]
-    rows: Rows = split_rows(torch.from_numpy(flat), dims)
-    return lambda layer, module: rows[layer]
+def stored_rows(
+    spaces: Sequence[RowSpace],
+    addressings: Sequence[Addressing],
+    segments: Sequence[Callable[[int, np.ndarray], np.ndarray]],
+) -> LayerRows:
+    """Rows of row spaces: ``segments[s](k, row_ids)`` reads those of member k of space s."""
+    found = {
+        (member.layer, member.number): Source(addressing, partial(segment, index))
+        for space, addressing, segment in zip(spaces, addressings, segments, strict=True)
+        for index, member in enumerate(space.members)
+    }
+    return lambda layer, module: [found[layer, number] for number in range(len(module.memories))]
+
+
+class _Reading(nn.Module):
+    """A memory that fetches its own rows: what feeds it are the token ids ``[B, T]``.
+
+    Unless a memory keeps a state, ``fuse`` acts on each token alone. Tokens are then taken in
+    slices, those with most rows first and equal ones together, so that little more than
+    ``ROW_ELEMENTS`` of padded rows are in memory, and few rows are read twice.
+    """
+
+    def __init__(self, memory: MemoryLayer, source: Source) -> None:
+        super().__init__()
+        self.site = memory.site
+        self._memory, self._source = memory, source
+
+    def forward(self, hidden: Tensor, ids: Tensor, past: Past) -> Tensor:
+        row_ids, counts = addresses(self._source.addressing.row_ids, ids.numpy())
+        if self._memory.state_length:
+            return self._memory(hidden, self._rows(row_ids, counts), past)
+        tokens, row_ids, counts = hidden.flatten(0, 1), row_ids.reshape(-1, row_ids.shape[-1]), counts.reshape(-1)
+        order = np.lexsort((row_ids[:, 0], -counts))
+        pieces, start = [], 0
+        while start < len(order):
+            size = max(1, ROW_ELEMENTS // int(counts[order[start]] * self._memory.stored_dim))
+            some = order[start : start + size]
+            rows = self._rows(row_ids[None, some], counts[None, some])
+            pieces.append(self._memory(tokens[None, some], rows, past)[0])
+            start += size
+        return torch.cat(pieces)[np.argsort(order)].unflatten(0, ids.shape)
+
+    def _rows(self, row_ids: np.ndarray, counts: np.ndarray) -> Tensor | PaddedRows:
+        return gather(self._source.addressing, row_ids, counts, self._source.read)
 
 
 class _Running:

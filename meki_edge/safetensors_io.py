@@ -102,13 +102,18 @@ class SafetensorsFile:
         assert array.nbytes == max(stop - start, 0)
         return _bf16_to_f32(array) if entry.dtype == "BF16" else array
 
-    def read_rows(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """Rows ``ids`` (int64 ``[N]``) of a 2-D tensor ``name``, one ``pread`` a row: ``[N, dim]``."""
+    def read_rows(self, name: str, ids: np.ndarray, columns: slice = slice(None)) -> np.ndarray:
+        """Rows ``ids`` (int64 ``[N]``) of a 2-D tensor ``name``, one ``pread`` a row: ``[N, dim]``.
+
+        ``columns`` (step 1) are what is read of each row.
+        """
         entry = self.entry(name)
-        row_bytes = (entry.stop - entry.start) // entry.shape[0]
-        array = np.empty((len(ids), *entry.shape[1:]), DTYPES[entry.dtype])
+        dtype = DTYPES[entry.dtype]
+        num_columns = entry.shape[1]
+        first, last, _ = columns.indices(num_columns)
+        array = np.empty((len(ids), max(last - first, 0)), dtype)
         for index, row in enumerate(ids):
-            self._pread_into(array[index], entry.start + int(row) * row_bytes, name)
+            self._pread_into(array[index], entry.start + (int(row) * num_columns + first) * dtype.itemsize, name)
         return _bf16_to_f32(array) if entry.dtype == "BF16" else array
 
     def entry(self, name: str) -> TensorEntry:

@@ -21,6 +21,7 @@ from meki_edge.manifest import StageOutput
 from meki_edge.model.checkpoint import TOKENIZER, WEIGHTS, save_model
 from meki_edge.model.config import FILE_NAME, ModelConfig, parse
 from meki_edge.model.decoder import CausalLM
+from meki_edge.train.initialize import prepare_memories
 
 VOCAB_SIZE = 384
 TINY = {
@@ -35,6 +36,13 @@ TINY = {
     "rope_theta": 10000.0,
 }
 MEKI = [{"kind": "meki", "layers": [0, 1, 2], "options": {"memory_dim": 12}}]
+# Every addressing: rows by identity, a ragged file, and a hashed one for each of two layers.
+MIXED = [
+    {"kind": "meki", "layers": [0, 2], "options": {"memory_dim": 6}},
+    {"kind": "l3", "layers": [1], "options": {"max_entries": 8, "num_entries": 900}},
+    {"kind": "engram", "layers": [0, 1], "options": {"table_size": 31, "memory_dim": 16, "num_heads": 2}},
+    {"kind": "ple", "layers": [2], "options": {"memory_dim": 4}},
+]
 
 
 def tiny_config(memories: list | None = None, **changes: object) -> ModelConfig:
@@ -45,10 +53,12 @@ def tiny_config(memories: list | None = None, **changes: object) -> ModelConfig:
 def write_checkpoint(directory: Path, config: ModelConfig, tokens_dir: Path, seed: int = 0) -> Path:
     """A checkpoint directory as `meki-edge train` leaves it, with random weights worth testing.
 
-    Every parameter is perturbed, so that no norm gain, α or β is trivially one.
+    Every parameter is perturbed, so that no norm gain, α or β is trivially one. Addresses come from
+    the training text, as they do in training.
     """
     model = CausalLM(config)
     model.reset_parameters(seed)
+    prepare_memories(model, tokens.open_shards(tokens_dir))
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -56,8 +66,14 @@ def write_checkpoint(directory: Path, config: ModelConfig, tokens_dir: Path, see
     output = StageOutput(directory, stage="train", config={"seed": seed}, inputs={"tokens": tokens_dir})
     save_model(output.partial, model)
     shutil.copyfile(tokens_dir / tokens.TOKENIZER, output.partial / TOKENIZER)
+    backbone = sum(parameter.numel() for name, parameter in model.named_parameters() if ".memories." not in name)
+    kept = [pair for layer in model.model.layers for memory in layer.memories for pair in memory.ram_parameters()]
     output.finish(
-        roles={FILE_NAME: "config", WEIGHTS: "weights", TOKENIZER: "tokenizer"}, metrics={"validation_loss": 6.0}
+        roles={FILE_NAME: "config", WEIGHTS: "weights", TOKENIZER: "tokenizer"},
+        metrics={
+            "validation_loss": 6.0,
+            "ram_parameters": backbone + sum(parameter.numel() for _, parameter in kept),
+        },
     )
     return directory
 
@@ -122,6 +138,20 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tokens_dir: Path) -> dict
         export(directory / name, tokens_dir, directory / f"{name}-export", config)
         made[name] = (directory / name, directory / f"{name}-export")
     return made
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory, tokens_dir: Path) -> tuple[Path, Path, Path]:
+    """(trained, folded, exported) of a model with every addressing, by the real stages; do not change them."""
+    from export.graph import ExportConfig, export
+    from meki_edge.reparam import ReparamConfig, reparam
+
+    directory = tmp_path_factory.mktemp("mixed")
+    trained, folded, exported = (directory / name for name in ("trained", "folded", "exported"))
+    write_checkpoint(trained, tiny_config(MIXED, eos_token_id=0), tokens_dir)
+    reparam(trained, tokens_dir, folded, ReparamConfig(table_precision="fp32", proof_windows=2, window_length=64))
+    export(folded, tokens_dir, exported, ExportConfig(context_length=160, prefill_tokens=16, verify_tokens=20))
+    return trained, folded, exported
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,14 @@
 """`meki-edge pack`: one directory that is all a device needs.
 
-Graphs with their weights, the embedding, the tokenizer, the ROM and, where there is one, the NPU
-binary. Each file is hashed while it is copied, so what was edited since its stage ran is caught
-without a second pass. Before that, everything that must fit together is compared: the export
-came from this checkpoint, the ROM from the same one, and ROM, embedding, tokenizer and graphs
-agree on ids and widths.
+Graphs with their weights, the embedding, the tokenizer, the ROM files and, where there is one, the
+NPU binary. Each file is hashed while it is copied, so what was edited since its stage ran is caught
+without a second pass. Before that, everything that must fit together is compared: the export came
+from this checkpoint, the ROM files from the same one, and ROM files, embedding, tokenizer and graphs
+agree on ids, addresses and widths.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Callable
@@ -17,19 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meki_edge import console, graph_spec, manifest
-from meki_edge.config import to_dict
+from meki_edge import console, manifest
 from meki_edge.device import bundle
 from meki_edge.errors import UserError
-from meki_edge.files import BLOCK_BYTES, read_json, require_free_space, storage_errors, write_json
+from meki_edge.files import BLOCK_BYTES, read_json, require_free_space, storage_errors
 from meki_edge.graph_spec import GraphSpec, RowFile
 from meki_edge.manifest import FileEntry, Manifest, StageOutput
 from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import RomSpec
 
-EXPORTED_ROLES = ("prefill_graph", "decode_graph", "weights", "embedding", bundle.TOKENIZER_ROLE)
+EXPORTED_ROLES = ("graph_spec", "prefill_graph", "decode_graph", "weights", "embedding", bundle.TOKENIZER_ROLE)
 COMPILED_ROLES = ("prefill_context", "prefill_binary", "decode_context", "decode_binary")
-ROM_ROLE = "rom"
+ROM_ROLE = re.compile(r"rom(_\d+)?")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._+-]*")  # it names files and columns
 CARRIED_METRICS = ("validation_loss", "validation_tokens", "ram_parameters")
 
@@ -69,17 +67,17 @@ def pack(
     export_manifest = manifest.load(exported, stages=("export",))
     checkpoint_manifest = manifest.load(checkpoint, stages=("train", "reparam"))
     _require_made_from(export_manifest, exported, checkpoint, "export")
-    spec, rom = _cross_check(exported, export_manifest, checkpoint, checkpoint_manifest)
+    spec, roms = _cross_check(exported, export_manifest, checkpoint, checkpoint_manifest)
     sources = _listed(exported, export_manifest, EXPORTED_ROLES)
-    if rom is not None:
-        sources += _listed(checkpoint, checkpoint_manifest, (ROM_ROLE,))
+    sources += _listed(checkpoint, checkpoint_manifest, _rom_roles(checkpoint_manifest))
     inputs = {"export": exported, "checkpoint": checkpoint}
     if compiled is not None:
         compiled_manifest = manifest.load(compiled, stages=("compile",))
         _require_made_from(compiled_manifest, compiled, exported, "compile")
         sources += _listed(compiled, compiled_manifest, COMPILED_ROLES, prefix="npu/")
         inputs["compile"] = compiled
-    name = _default_name(checkpoint) if config.name is None else config.name
+    model = read_json(checkpoint / "config.json")  # export has checked it
+    name = _default_name(model) if config.name is None else config.name
     if not NAME.fullmatch(name):
         fix = "use letters, digits and . _ + -, starting with a letter"
         raise UserError(f"{name!r} cannot name a bundle", where="--name", fix=fix)
@@ -88,12 +86,22 @@ def pack(
     if output.complete is not None:
         return output.complete
     _copy_all(sources, output.partial, name)
-    write_json(output.partial / graph_spec.FILE_NAME, to_dict(spec))
-    carried: dict[str, Any] = {key: checkpoint_manifest.metrics.get(key) for key in CARRIED_METRICS}
+    metrics = checkpoint_manifest.metrics
     return output.finish(
-        roles={graph_spec.FILE_NAME: "graph_spec", **{source.name: source.entry.role for source in sources}},
-        metrics={"name": name, **carried, **_sizes(spec, rom, sources)},
+        roles={source.name: source.entry.role for source in sources},
+        metrics={
+            "name": name,
+            **{key: metrics.get(key) for key in CARRIED_METRICS},
+            **_read_a_token(model, metrics.get("ram_parameters"), export_manifest.metrics["weights_bytes"]),
+            "rom_bytes_per_token": metrics.get("rom_bytes_per_token", 0),
+            **_sizes(spec, roms, sources),
+        },
     )
+
+
+def _rom_roles(made: Manifest) -> tuple[str, ...]:
+    """The roles of a checkpoint's ROM files."""
+    return tuple(entry.role for entry in made.files.values() if ROM_ROLE.fullmatch(entry.role))
 
 
 def _listed(directory: Path, made: Manifest, roles: tuple[str, ...], prefix: str = "") -> list[_Source]:
@@ -119,53 +127,83 @@ def _require_made_from(made: Manifest, directory: Path, source: Path, stage: str
 
 def _cross_check(
     exported: Path, export_manifest: Manifest, checkpoint: Path, checkpoint_manifest: Manifest
-) -> tuple[GraphSpec, RomSpec | None]:
-    """Check that graphs, tokenizer, embedding and ROM fit; the graph spec with its ROM filled in."""
+) -> tuple[GraphSpec, list[RomSpec]]:
+    """Check that graphs, tokenizer, embedding and ROM files fit; the graph spec and the ROM files' headers."""
     spec_path = export_manifest.file(exported, "graph_spec")
     if not spec_path.is_file() or manifest.digest(spec_path) != export_manifest.files[spec_path.name].sha256:
         raise _changed(spec_path)
     spec = GraphSpec.from_json(read_json(spec_path), spec_path)
     tokenizer = export_manifest.file(exported, bundle.TOKENIZER_ROLE)
-    expected = {
-        "num_rows": spec.vocab_size,
-        "tokenizer_sha256": export_manifest.files[tokenizer.name].sha256,
-    }
-    wanted = spec.decode.by_role("memory_rows")
-    has_rom = checkpoint_manifest.has(ROM_ROLE)
-    if len(wanted) != has_rom:
+    tokenizer_sha256 = export_manifest.files[tokenizer.name].sha256
+    owned = {checkpoint_manifest.file(checkpoint, role).name for role in _rom_roles(checkpoint_manifest)}
+    wanted = {rom.file for rom in spec.roms}
+    if owned != wanted:
+        lists = [", ".join(sorted(names)) or "none" for names in (wanted, owned)]
         raise UserError(
-            f"the graphs take {len(wanted)} inputs of memory rows, the checkpoint has {int(has_rom)} ROM files",
+            f"the graphs need these ROM files: {lists[0]}; the checkpoint has: {lists[1]}",
             where=checkpoint,
             fix="export the checkpoint that `meki-edge reparam` wrote, and give the same one to pack",
         )
-    rom = None
-    if has_rom:
-        path = checkpoint_manifest.file(checkpoint, ROM_ROLE)
-        rom = _check_rows(path, {"row_dim": wanted[0].shape[-1], **expected}, "meki-edge reparam")
-        spec = dataclasses.replace(spec, roms=(RowFile(file=path.name, row_dim=rom.row_dim),))
-    embedding = {"row_dim": spec.hidden_size, "source_sha256": manifest.digest(checkpoint), **expected}
-    _check_rows(exported / spec.embedding.file, embedding, "meki-edge export")
-    return spec, rom
+    roms = [_check_rows(checkpoint / rom.file, rom, spec, tokenizer_sha256, "meki-edge reparam") for rom in spec.roms]
+    embedding = exported / spec.embedding.file
+    header = _check_rows(embedding, spec.embedding, spec, tokenizer_sha256, "meki-edge export")
+    _require(embedding, "source_sha256", header.source_sha256, manifest.digest(checkpoint), "meki-edge export")
+    return spec, roms
 
 
-def _check_rows(path: Path, expected: dict[str, Any], command: str) -> RomSpec:
+def _check_rows(path: Path, wanted: RowFile, spec: GraphSpec, tokenizer_sha256: str, command: str) -> RomSpec:
     """Read the header of a ROM file (or embedding) and compare it with what the graphs need."""
     with RomReader(path) as reader:
         header = reader.spec
-    for field, value in expected.items():
-        found = getattr(header, field)
-        if found != value:
-            raise UserError(
-                f"{field} is {found}, the exported model needs {value}", where=path, fix=f"run `{command}` again"
-            )
+    _require(path, "addressing", header.addressing.kind, wanted.addressing, command)
+    _require(path, "row_dim", header.row_dim, wanted.row_dim, command)
+    _require(path, "num_tokens", header.num_tokens, spec.vocab_size, command)
+    _require(path, "tokenizer_sha256", header.tokenizer_sha256, tokenizer_sha256, command)
+    most = header.addressing.rows_per_token  # the graph masks what a token does not have
+    _require(path, "rows_per_token", most, min(most, wanted.rows_per_token), command)
     return header
 
 
-def _default_name(checkpoint: Path) -> str:
-    """ "dense", or the kinds of the checkpoint's memories. Its config.json was checked by export."""
-    memories = read_json(checkpoint / "config.json").get("memories", [])
-    kinds = list(dict.fromkeys(placement["kind"] for placement in memories))
+def _require(path: Path, field: str, found: Any, expected: Any, command: str) -> None:
+    if found != expected:
+        raise UserError(
+            f"{field} is {found}, the exported model needs {expected}", where=path, fix=f"run `{command}` again"
+        )
+
+
+def _default_name(model: dict[str, Any]) -> str:
+    """ "dense" or "moe", or the kinds of the model's memories."""
+    kinds = ["moe"] if model.get("num_experts") else []
+    kinds += dict.fromkeys(placement["kind"] for placement in model.get("memories", []))
     return "+".join(kinds) or "dense"
+
+
+def _read_a_token(model: dict[str, Any], ram_parameters: int | None, graph_bytes: int) -> dict[str, int | None]:
+    """What decoding a token reads of the weights: parameters, bytes, and the bytes that its routing chooses.
+
+    An embedding that is not the head as well costs one row, and of the experts only those chosen
+    are read. Which ones is known layer by layer while the token is computed, so they can neither be
+    fetched ahead nor stay in a cache smaller than all of them.
+
+    Args:
+        model: ``config.json``.
+        graph_bytes: the size of the graphs' weights, of which an untied embedding is no part.
+    """
+    if ram_parameters is None:
+        return dict.fromkeys(("active_parameters", "weight_bytes_per_token", "expert_bytes_per_token"))
+    hidden, experts = model["hidden_size"], model.get("num_experts") or 0
+    in_graphs = ram_parameters if model["tie_word_embeddings"] else ram_parameters - model["vocab_size"] * hidden
+    chosen = idle = 0
+    if experts:
+        expert = 3 * hidden * model["moe_intermediate_size"] * model["num_hidden_layers"]
+        chosen = expert * model["num_experts_per_tok"]
+        idle = expert * experts - chosen
+    active = in_graphs - idle
+    return {
+        "active_parameters": active if model["tie_word_embeddings"] else active + hidden,
+        "weight_bytes_per_token": graph_bytes * active // in_graphs,
+        "expert_bytes_per_token": graph_bytes * chosen // in_graphs if experts else None,
+    }
 
 
 def _copy_all(sources: list[_Source], directory: Path, name: str) -> None:
@@ -196,12 +234,11 @@ def _changed(path: Path) -> UserError:
     return UserError(what, where=path, fix="rerun the stage that wrote it with --force")
 
 
-def _sizes(spec: GraphSpec, rom: RomSpec | None, sources: list[_Source]) -> dict[str, Any]:
+def _sizes(spec: GraphSpec, roms: list[RomSpec], sources: list[_Source]) -> dict[str, Any]:
     """The metrics that a decision needs beside quality."""
     return {
-        "rom_bytes": sum(source.entry.bytes for source in sources if source.entry.role == ROM_ROLE),
-        "rom_bytes_per_token": rom.row_stride if rom else 0,
-        "table_precision": "+".join(dict.fromkeys(segment.codec for segment in rom.segments)) if rom else None,
+        "rom_bytes": sum(source.entry.bytes for source in sources if ROM_ROLE.fullmatch(source.entry.role)),
+        "table_precision": "+".join(dict.fromkeys(segment.codec for rom in roms for segment in rom.segments)) or None,
         "weights_bytes": sum(s.entry.bytes for s in sources if s.entry.role in ("weights", "embedding")),
         "vocab_size": spec.vocab_size,
         "context_length": spec.context_length,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -106,6 +106,8 @@ class TableRecipe:
     learning_rate_scale: float = 1.0
     weight_decay: float | None = None
     """The table's own weight decay; None: as the backbone's matrices."""
+    separate_clip: bool = False
+    """Whether tables have a gradient norm of their own to be clipped by."""
 
 
 class MemoryLayer(nn.Module, ABC):
@@ -137,6 +139,8 @@ class MemoryLayer(nn.Module, ABC):
     """How many earlier inputs a decoder keeps for this memory, and how wide they are."""
     state_dim: int = 0
     table: nn.Parameter
+    table_reader: Callable[[Tensor], Tensor] | None = None
+    """What :meth:`read_table` asks instead of ``table``: an optimizer sets it whose rows lie elsewhere for a while."""
 
     def forward(self, hidden: Tensor, source: RowSource, past: Past) -> Tensor:
         """:meth:`fuse` of rows, or of the rows that a batch in training form gives."""
@@ -207,7 +211,15 @@ class MemoryLayer(nn.Module, ABC):
         """Rows ``[N, row_dim]`` of token ``ids`` ``[N]`` whose embeddings are ``[N, d]``."""
         if self.table_dim == 0:
             return self.fold(embeddings.new_empty(len(ids), 0), embeddings)
-        return self.fold(F.embedding(ids, self.table), embeddings)
+        return self.fold(self.read_table(ids), embeddings)
+
+    def read_table(self, row_ids: Tensor) -> Tensor:
+        """Rows ``[…, table_dim]`` of the table; the only way in which a forward pass reads it."""
+        return F.embedding(row_ids, self.table) if self.table_reader is None else self.table_reader(row_ids)
+
+    def touched_rows(self, ids: Tensor, unique: Tensor) -> Tensor:
+        """The distinct table rows ``[N]``, ascending, that ``ids`` ``[B, T]`` (distinct: ``unique``) read."""
+        return unique
 
     def ram_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The named parameters that stay in memory at inference."""

@@ -112,7 +112,7 @@ class EngramLayer(MemoryLayer):
 
     @property
     def row_space(self) -> Hashable:
-        return NgramHash.kind, self._layer, self._config.table_size, self._config.seed
+        return NgramHash.kind, self._layer, self._primes, self._config.seed, self._config.pad_token_id
 
     @classmethod
     def prepare(cls, layers: list[MemoryLayer], corpus: np.ndarray, tokenizer: TextTokenizer) -> None:
@@ -151,6 +151,9 @@ class EngramLayer(MemoryLayer):
         """With nothing before the first token."""
         return self._through(hidden, rows, _EmptyPast())
 
+    def touched_rows(self, ids: Tensor, unique: Tensor) -> Tensor:
+        return self.row_ids(ids).unique()
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         for weight in (self.table, self.key_proj.weight, self.value_proj.weight):
             nn.init.normal_(weight, std=INIT_STD, generator=generator)
@@ -159,7 +162,7 @@ class EngramLayer(MemoryLayer):
         nn.init.zeros_(self.conv.weight)
 
     def _batch_rows(self, batch: TokenBatch) -> Tensor:
-        return F.embedding(self.row_ids(batch.ids), self.table).flatten(2)
+        return self.read_table(self.row_ids(batch.ids)).flatten(2)
 
     def _through(self, hidden: Tensor, rows: Tensor, past: Past) -> Tensor:
         score = (self.key_norm(self.key_proj(rows)) * self.query_norm(hidden)).sum(-1, keepdim=True) * self._scale

@@ -146,6 +146,9 @@ class L3Layer(MemoryLayer):
         read = F.embedding(torch.argsort(order), torch.cat(pieces)).unflatten(0, batch.ids.shape)
         return self._mix(hidden, normed, read)
 
+    def touched_rows(self, ids: Tensor, unique: Tensor) -> Tensor:
+        return self._owned(unique)[0]
+
     def reset_parameters(self, generator: torch.Generator) -> None:
         for weight in (self.table, self.up_proj.weight):
             nn.init.normal_(weight, std=INIT_STD, generator=generator)
@@ -156,14 +159,19 @@ class L3Layer(MemoryLayer):
 
     def _read_block(self, queries: Tensor, ids: Tensor) -> Tensor:
         """r ``[M, value_dim]`` of M tokens sorted by id, over the pool of rows that their ids own."""
-        owners = ids.unique_consecutive()
-        counts = self.offsets[owners + 1] - self.offsets[owners]
-        owner_of_row = owners.repeat_interleave(counts)
-        within = torch.arange(len(owner_of_row), device=ids.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        keys, values = self._split(F.embedding(self.offsets[owner_of_row] + within, self.table))
+        row_ids, owner_of_row = self._owned(ids.unique_consecutive())
+        keys, values = self._split(self.read_table(row_ids))
         logits = (queries @ keys.T) * self._scale
         logits = logits.masked_fill(ids[:, None] != owner_of_row[None, :], -math.inf)
         return torch.softmax(logits, dim=-1).to(values.dtype) @ values
+
+    def _owned(self, owners: Tensor) -> tuple[Tensor, Tensor]:
+        """All rows of the ids ``owners`` ``[N]``, one after another, and the owner of each."""
+        counts = self.offsets[owners + 1] - self.offsets[owners]
+        owner_of_row = owners.repeat_interleave(counts)
+        within = torch.arange(len(owner_of_row), device=owners.device)
+        within -= (counts.cumsum(0) - counts).repeat_interleave(counts)
+        return self.offsets[owner_of_row] + within, owner_of_row
 
     def _normed(self, hidden: Tensor) -> Tensor:
         return hidden if self.input_norm is None else self.input_norm(hidden)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meki_edge.memory.base import MemoryLayer, Site, Slot
+from meki_edge.memory.base import MemoryLayer, Site, Slot, TableRecipe
 from meki_edge.model_shape import ModelShape
 
 
@@ -33,6 +33,7 @@ class StemLayer(MemoryLayer):
     """One STEM table; see the module's docstring."""
 
     kind = "stem"
+    table_recipe = TableRecipe(separate_clip=True)
 
     def __init__(self, config: StemConfig, shape: ModelShape, slot: Slot, *, folded: bool) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ from meki_edge.files import read_json, storage_errors, write_json
 from meki_edge.model import config as model_config
 from meki_edge.model.config import ModelConfig
 from meki_edge.model.decoder import CausalLM
+from meki_edge.model.moe import published_parts
 from meki_edge.safetensors_io import SafetensorsFile, SafetensorsWriter
 
 WEIGHTS = "model.safetensors"
@@ -25,11 +26,14 @@ TOKENIZER = "tokenizer.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
-_DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # parameters, and what addressing needs
+# Parameters, and what addressing needs: as they may be stored, and (first) as they are written.
+_STORED = {torch.float32: ("F32", "BF16", "F16", "F64"), torch.int64: ("I64",)}
 
 
 class Checkpoint:
-    """A checkpoint directory, opened lazily: tensors are read when asked for, in float32.
+    """A checkpoint directory, opened lazily: tensors are read when asked for.
+
+    Parameters come in float32, whatever their precision on disk; integers (addresses) as they are.
 
     Raises:
         UserError: a file is missing or broken, or the tensors do not fit ``config.json``.
@@ -41,6 +45,8 @@ class Checkpoint:
             read_json(directory / model_config.FILE_NAME), directory / model_config.FILE_NAME
         )
         self._files: dict[str, SafetensorsFile] = {}
+        # Parameters that a published checkpoint stores in pieces: the pieces of each slice.
+        self._parts: dict[str, list[tuple[str, ...]]] = {}
         try:
             for name in weight_files(directory):
                 file = SafetensorsFile(directory / name)
@@ -64,19 +70,26 @@ class Checkpoint:
     @property
     def names(self) -> list[str]:
         """The names of the tensors, sorted."""
-        return sorted(self._files)
+        pieces = {piece for parts in self._parts.values() for slot in parts for piece in slot}
+        return sorted((self._files.keys() - pieces) | self._parts.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header."""
+        if name in self._parts:
+            pieces = [self.shape(piece) for piece in self._parts[name][0]]
+            return len(self._parts[name]), sum(piece[0] for piece in pieces), *pieces[0][1:]
         return self._files[name].entry(name).shape
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Tensor ``name`` (or a slice of its rows) as float32."""
-        return torch.from_numpy(self._files[name].read(name, rows).astype(np.float32, copy=False))
+        """Tensor ``name`` (or a slice of its rows): float32, or int64 as stored."""
+        if name in self._parts:
+            chosen = self._parts[name][rows or slice(None)]
+            return torch.stack([torch.cat([self.read(piece) for piece in pieces]) for pieces in chosen])
+        return _tensor(self._files[name].read(name, rows))
 
     def read_rows(self, name: str, ids: np.ndarray) -> Tensor:
         """Rows ``ids`` of a matrix as float32 ``[N, dim]``."""
-        return torch.from_numpy(self._files[name].read_rows(name, ids).astype(np.float32, copy=False))
+        return _tensor(self._files[name].read_rows(name, ids))
 
     @property
     def head_name(self) -> str:
@@ -85,17 +98,26 @@ class Checkpoint:
 
     def _check_names(self) -> None:
         with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(self.config).state_dict().items()}
+            expected = CausalLM(self.config).state_dict()
         if self.config.tie_word_embeddings:
             expected.pop(HEAD)
             self._files.pop(HEAD, None)  # some exporters store the tied copy too
+        for name in list(expected):
+            parts = published_parts(name, self.config)
+            if parts and name not in self._files:
+                self._parts[name] = parts
+                slices = expected.pop(name)
+                for pieces, whole in zip(parts, slices, strict=True):
+                    expected |= zip(pieces, whole.chunk(len(pieces)), strict=True)
         for name in sorted(expected.keys() | self._files.keys()):
             if name not in self._files:
                 problem = "is missing"
             elif name not in expected:
                 problem = "is not part of this architecture"
-            elif self.shape(name) != expected[name]:
-                problem = f"has shape {self.shape(name)}, config.json asks for {expected[name]}"
+            elif self.shape(name) != tuple(expected[name].shape):
+                problem = f"has shape {self.shape(name)}, config.json asks for {tuple(expected[name].shape)}"
+            elif (dtype := self._files[name].entry(name).dtype) not in _STORED[expected[name].dtype]:
+                problem = f"is {dtype}, not {' or '.join(_STORED[expected[name].dtype])}"
             else:
                 continue
             raise UserError(
@@ -103,6 +125,10 @@ class Checkpoint:
                 where=self.directory,
                 fix="check that config.json and the weights belong together",
             )
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array if array.dtype.kind == "i" else array.astype(np.float32, copy=False))
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -113,7 +139,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def load_model(directory: Path) -> CausalLM:
-    """The model of a checkpoint directory, in float32 on the CPU."""
+    """The model of a checkpoint directory, on the CPU; parameters in float32."""
     with Checkpoint(directory) as checkpoint:
         with torch.device("meta"):
             model = CausalLM(checkpoint.config)
@@ -138,7 +164,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
     (The `safetensors` library hides the operating system's error in one of its own.)
     """
-    declared = {name: (_DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    declared = {name: (_STORED[tensor.dtype][0], tuple(tensor.shape)) for name, tensor in tensors.items()}
     with storage_errors(path), open(path, "wb") as file:
         writer = SafetensorsWriter(file, declared, metadata)
         for tensor in tensors.values():

@@ -15,21 +15,28 @@ FILE_NAME = "config.json"
 TRAINING_FORM = "training"
 ROM_FORM = "rom"
 
-# Keys of a Qwen3 config.json that change the mathematics, with the only value supported here.
+DENSE_TYPE, MOE_TYPE = "qwen3", "qwen3_moe"
+
+# Keys of a Qwen3 config.json that change the mathematics, with the only values supported here.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3",),
+    "model_type": (DENSE_TYPE, MOE_TYPE),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
     "use_sliding_window": (False,),
     "sliding_window": (None,),
     "rope_scaling": (None,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
 }
 # Keys that say nothing about the forward pass.
 _IGNORED = frozenset(
     "architectures bos_token_id pad_token_id dtype torch_dtype transformers_version use_cache "
-    "max_window_layers layer_types _name_or_path".split()
+    "max_window_layers layer_types _name_or_path output_router_logits".split()
 )
+# What a mixture of experts must say, and what else belongs to one.
+_MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_MOE_FIELDS = (*_MOE_SIZES, "norm_topk_prob", "router_aux_loss_coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +53,21 @@ class ModelConfig(ModelShape):
     """A backbone and its memories.
 
     ``memory_form`` is ``training`` (tables and projections present) or ``rom`` (rows come from a
-    ROM file). Dense is simply the empty tuple of memories.
+    ROM file). Dense is simply the empty tuple of memories. With ``num_experts`` every layer's
+    feed-forward network is a mixture of experts (Hugging Face's ``Qwen3MoeConfig``), and
+    ``intermediate_size`` is unused.
     """
 
     eos_token_id: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    """How many experts each token goes through."""
+    moe_intermediate_size: int | None = None
+    """Inner width of one expert."""
+    norm_topk_prob: bool = False
+    """Whether the chosen experts' weights are scaled to sum to one."""
+    router_aux_loss_coef: float = 0.001
+    """The weight of the balancing loss in training."""
     memories: tuple[MemoryPlacement, ...] = ()
     memory_form: str = TRAINING_FORM
 
@@ -84,6 +102,8 @@ def parse(values: Any, where: str | PathLike[str]) -> ModelConfig:
         raise UserError("expected a JSON object", where=where, fix="give a Hugging Face config.json")
     values = dict(values)
     _take_rope_parameters(values, where)
+    if "num_local_experts" in values:  # as `transformers` 5 writes it
+        values.setdefault("num_experts", values.pop("num_local_experts"))
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     kept = {}
     for key, value in values.items():
@@ -104,6 +124,7 @@ def parse(values: Any, where: str | PathLike[str]) -> ModelConfig:
             )
     if isinstance(kept.get("eos_token_id"), list):
         kept["eos_token_id"] = kept["eos_token_id"][0]
+    _check_model_type(values, where)
     parsed = config.from_dict(ModelConfig, kept, where)
     return check(parsed, where)
 
@@ -113,9 +134,12 @@ def to_json(model: ModelConfig) -> dict[str, Any]:
     values = config.to_dict(model)
     if not model.memories:
         del values["memories"], values["memory_form"]
+    if model.num_experts is None:
+        for name in _MOE_FIELDS:
+            del values[name]
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM" if model.num_experts is None else "Qwen3MoeForCausalLM"],
+        "model_type": DENSE_TYPE if model.num_experts is None else MOE_TYPE,
         "hidden_act": "silu",
         "attention_bias": False,
         **values,
@@ -140,6 +164,16 @@ def check(model: ModelConfig, where: str | PathLike[str]) -> ModelConfig:
         )
     if model.head_dim % 2 or model.hidden_size % 2:
         raise wrong("head_dim and hidden_size must be even", "RoPE and the MeKi projector split them in halves")
+    sizes = {name: getattr(model, name) for name in _MOE_SIZES}
+    if any(size is not None for size in sizes.values()):
+        bad = [f"{name} is {size}" for name, size in sizes.items() if size is None or size <= 0]
+        if bad:
+            raise wrong(", ".join(bad), "give a mixture of experts all three, positive, or none of them")
+        if sizes["num_experts_per_tok"] > sizes["num_experts"]:
+            raise wrong(
+                f"num_experts_per_tok is {model.num_experts_per_tok}, but num_experts is {model.num_experts}",
+                "choose at most as many experts as there are",
+            )
     if model.memory_form not in (TRAINING_FORM, ROM_FORM):
         raise wrong(f"memory_form is {model.memory_form!r}", f"use {TRAINING_FORM!r} or {ROM_FORM!r}")
     placements = []
@@ -155,6 +189,20 @@ def check(model: ModelConfig, where: str | PathLike[str]) -> ModelConfig:
         options = memory.check_options(placement.kind, placement.options, f"{field}.options")
         placements.append(dataclasses.replace(placement, options=options))
     return dataclasses.replace(model, memories=tuple(placements))
+
+
+def _check_model_type(values: dict[str, Any], where: str | PathLike[str]) -> None:
+    """A ``model_type``, where it is given, and the experts' fields say the same."""
+    given = values.get("model_type", MOE_TYPE if "num_experts" in values else DENSE_TYPE)
+    odd = [name for name in _MOE_FIELDS if (name in values) != (given == MOE_TYPE)]
+    if given == MOE_TYPE:
+        odd = [name for name in odd if name in _MOE_SIZES]
+    if odd:
+        raise UserError(
+            f"{', '.join(odd)} {'missing from' if given == MOE_TYPE else 'in'} a config.json of model_type {given!r}",
+            where=where,
+            fix=f"a mixture of experts has model_type {MOE_TYPE!r} and gives {', '.join(_MOE_SIZES)}",
+        )
 
 
 def _take_rope_parameters(values: dict[str, Any], where: str | PathLike[str]) -> None:

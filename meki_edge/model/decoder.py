@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meki_edge.errors import UserError
 from meki_edge.memory import MemoryLayer, RowSource, Site, TokenBatch
 from meki_edge.model.config import ModelConfig
+from meki_edge.model.moe import MixtureOfExperts
 
 Rows = list[list[RowSource]]
 """``rows[layer][memory]``: mostly ``[B, T, row_dim]``."""
@@ -129,7 +131,21 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = FeedForward(config, with_up=all(memory.site is not Site.FFN_UP for memory in self.memories))
+        self.mlp = self._feed_forward(config)
+
+    def _feed_forward(self, config: ModelConfig) -> FeedForward | MixtureOfExperts:
+        """The layer's FFN, without what its memories replace."""
+        sites = {memory.site for memory in self.memories}
+        if config.num_experts is None:
+            return FeedForward(config, with_up=Site.FFN_UP not in sites)
+        if sites & {Site.FFN_UP, Site.FFN_UP_RESIDUAL}:
+            kinds = [m.kind for m in self.memories if m.site in (Site.FFN_UP, Site.FFN_UP_RESIDUAL)]
+            raise UserError(
+                f"{' and '.join(kinds)} joins the FFN's up projection, which a mixture of experts does not have",
+                where=f"config.json: memories, layer {self._layer}",
+                fix="use a memory beside the FFN, or a dense model",
+            )
+        return MixtureOfExperts(config)
 
     def forward(self, x: Tensor, attention: AttentionStrategy, rows: list[RowSource]) -> Tensor:
         """``x`` ``[B, T, d]``; ``rows[k]`` feeds ``memories[k]``."""
@@ -212,6 +228,11 @@ class CausalLM(nn.Module):
             attention = CausalAttention(self.config, ids.shape[1], ids.device)
         return self.model(F.embedding(inverse, batch.embeddings), attention, rows)
 
+    def auxiliary_loss(self) -> Tensor | float:
+        """What training adds to the cross-entropy of the last pass: the experts' balance, 0 without experts."""
+        balances = [layer.mlp.take_balance() for layer in self.model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        return self.config.router_aux_loss_coef * sum(balances) / max(len(balances), 1)
+
     def split_rows(self, flat: Tensor) -> Rows:
         """Split dequantized ROM rows ``[B, T, row_dim]`` into each layer's memories, in ROM order."""
         return split_rows(flat, [[memory.row_dim for memory in layer.memories] for layer in self.model.layers])
@@ -232,7 +253,7 @@ class CausalLM(nn.Module):
                 continue
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            elif "o_proj" in name or "down_proj" in name:
                 nn.init.normal_(parameter, std=residual_std, generator=generator)
             else:
                 nn.init.normal_(parameter, std=std, generator=generator)

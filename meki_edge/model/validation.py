@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from meki_edge.model.decoder import CausalLM
+from meki_edge.model.decoder import CausalLM, Rows
 
-RowsSource = Callable[[Tensor], Tensor]
-"""From token ids ``[B, T]`` to dequantized ROM rows ``[B, T, Σ row_dim]`` in float32."""
+RowsSource = Callable[[Tensor], Rows]
+"""From token ids ``[B, T]`` to each memory's rows in float32; :class:`meki_edge.model.rom_rows.RomRows` is one."""
 
 BATCH_LOGITS = 1 << 23
 
@@ -45,7 +45,7 @@ def validation_loss(
     for start in range(0, len(windows), batch_size):
         batch = torch.from_numpy(windows[start : start + batch_size]).to(device)
         inputs, targets = batch[:, :-1], batch[:, 1:]
-        rows = None if rows_source is None else model.split_rows(rows_source(inputs))
+        rows = None if rows_source is None else rows_source(inputs)
         logits = model(inputs, rows=rows).flatten(0, 1)
         total += F.cross_entropy(logits, targets.flatten(), reduction="sum").item()
         if advance is not None:

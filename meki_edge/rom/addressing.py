@@ -21,6 +21,9 @@ from meki_edge.errors import UserError
 OFFSETS = "offsets"
 TOKEN_MAP = "token_map"
 
+NOTHING = np.empty(0, np.int64)
+"""The ids before a text."""
+
 
 class Addressing(Protocol):
     """An address function and how a ROM file stores it."""
@@ -43,6 +46,10 @@ class Addressing(Protocol):
         Returns ``ids`` int64 ``[T, K]`` and ``counts`` int64 ``[T]``: of each token's K ids the
         first ``counts`` are meant, the rest are 0.
         """
+        ...
+
+    def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
+        """How many rows each of ``token_ids`` ``[T]`` needs: int64 ``[T]``, whatever came before."""
         ...
 
     def parameters(self) -> dict[str, Any]:
@@ -70,7 +77,10 @@ class Identity:
 
     def row_ids(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(token_ids, np.int64)
-        return ids[:, None], np.ones(len(ids), np.int64)
+        return ids[:, None], self.row_counts(ids)
+
+    def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
+        return np.ones(len(token_ids), np.int64)
 
     def parameters(self) -> dict[str, Any]:
         return {}
@@ -97,10 +107,13 @@ class Ragged:
 
     def row_ids(self, token_ids: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(token_ids, np.int64)
-        first = self.offsets[ids]
-        counts = self.offsets[ids + 1] - first
+        counts = self.row_counts(ids)
         slots = np.arange(self.rows_per_token, dtype=np.int64)
-        return np.where(slots < counts[:, None], first[:, None] + slots, 0), counts
+        return np.where(slots < counts[:, None], self.offsets[ids][:, None] + slots, 0), counts
+
+    def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(token_ids, np.int64)
+        return self.offsets[ids + 1] - self.offsets[ids]
 
     def parameters(self) -> dict[str, Any]:
         return {"rows_per_token": self.rows_per_token}
@@ -154,7 +167,10 @@ class NgramHash:
             for prime in heads:
                 columns.append(mix % prime + offset)
                 offset += prime
-        return np.stack(columns, axis=1), np.full(length, len(columns), np.int64)
+        return np.stack(columns, axis=1), self.row_counts(token_ids)
+
+    def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
+        return np.full(len(token_ids), self.rows_per_token, np.int64)
 
     def parameters(self) -> dict[str, Any]:
         return {
@@ -196,9 +212,9 @@ def parse(
         if kind == NgramHash.kind:
             hashed = NgramHash(
                 token_map=tensors[TOKEN_MAP],
-                multipliers=tuple(int(multiplier) for multiplier in parameters["multipliers"]),
-                primes=tuple(tuple(int(prime) for prime in heads) for heads in parameters["primes"]),
-                pad_id=int(parameters["pad_id"]),
+                multipliers=tuple(map(_integer, parameters["multipliers"])),
+                primes=tuple(tuple(map(_integer, heads)) for heads in parameters["primes"]),
+                pad_id=_integer(parameters["pad_id"]),
             )
             _check_hash(hashed, num_rows, broken)
             return hashed
@@ -210,10 +226,11 @@ def parse(
 def _parse_ragged(
     offsets: np.ndarray, parameters: Any, num_rows: int, broken: Callable[[str], UserError]
 ) -> Ragged:
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 1).any():
+    # Neighbours are compared, since differences of hostile offsets overflow.
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != num_rows or (offsets[1:] <= offsets[:-1]).any():
         raise broken(f"'offsets' does not divide the {num_rows} rows among the tokens")
     ragged = Ragged(offsets)
-    if parameters["rows_per_token"] != ragged.rows_per_token:
+    if _integer(parameters["rows_per_token"]) != ragged.rows_per_token:
         raise broken(f"rows_per_token is {parameters['rows_per_token']}, the offsets say {ragged.rows_per_token}")
     return ragged
 
@@ -221,12 +238,23 @@ def _parse_ragged(
 def _check_hash(hashed: NgramHash, num_rows: int, broken: Callable[[str], UserError]) -> None:
     if len(hashed.multipliers) != len(hashed.primes) + 1 or not hashed.primes or not all(hashed.primes):
         raise broken("the hash needs one multiplier more than orders, and a head in every order")
-    if min(min(heads) for heads in hashed.primes) < 2 or hashed.num_rows != num_rows:
+    if min(min(heads) for heads in hashed.primes) < 2:
+        raise broken("a hash head has fewer than 2 rows")
+    if hashed.num_rows != num_rows:
         raise broken(f"the hash addresses {hashed.num_rows} rows, the file has {num_rows}")
     if not len(hashed.token_map):
         raise broken("'token_map' is empty")
     largest = max(int(hashed.token_map.max()), hashed.pad_id)
     if int(hashed.token_map.min()) < 0 or hashed.pad_id < 0:
         raise broken("compressed ids must not be negative")
-    if min(hashed.multipliers) < 1 or max(hashed.multipliers) * max(largest, 1) >= 2**63:
+    if min(hashed.multipliers) < 1:
+        raise broken("multipliers must be positive")
+    if max(hashed.multipliers) * max(largest, 1) >= 2**63:
         raise broken("a multiplier times a compressed id overflows 64 bits")
+
+
+def _integer(value: Any) -> int:
+    """A JSON integer, and nothing that Python would take for one."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not an integer")
+    return value

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 
 from meki_edge.errors import UserError
 from meki_edge.rom import spec as rom_spec
-from meki_edge.rom.addressing import TENSORS
+from meki_edge.rom.addressing import NOTHING, TENSORS
 from meki_edge.rom.codec import decode_rows
-from meki_edge.rom.spec import PAGE_BYTES, TENSOR
+from meki_edge.rom.spec import CODECS, PAGE_BYTES, TENSOR
 from meki_edge.safetensors_io import SafetensorsFile
-
-
-NOTHING = np.empty(0, np.int64)
 
 
 class RomReader:
@@ -52,13 +50,17 @@ class RomReader:
         Raises:
             UserError: a token id that has no rows, a damaged row, or a file that shrank.
         """
-        for ids in (token_ids, before):
-            self._checked(ids, self.spec.num_tokens, "token id")
-        row_ids, counts = self.spec.addressing.row_ids(token_ids, before)
+        row_ids, counts = self.row_ids(token_ids, before)
         values = np.zeros((*row_ids.shape, self.spec.row_dim), np.float32)
         meant = np.arange(row_ids.shape[1]) < counts[:, None]
         values[meant] = self.rows(row_ids[meant])
         return values, counts
+
+    def row_ids(self, token_ids: np.ndarray, before: np.ndarray = NOTHING) -> tuple[np.ndarray, np.ndarray]:
+        """The file's :meth:`Addressing.row_ids`; a token id that has no rows is a :class:`UserError`."""
+        for ids in (token_ids, before):
+            self._checked(ids, self.spec.num_tokens, "token id")
+        return self.spec.addressing.row_ids(token_ids, before)
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """Dequantized rows ``ids`` ``[n]``: float32 ``[n, row_dim]``. Each distinct row is read once.
@@ -69,6 +71,24 @@ class RomReader:
         unique, inverse = np.unique(self._checked(ids, self.spec.num_rows, "row"), return_inverse=True)
         raw = self._file.read_rows(TENSOR, unique)
         return decode_rows(raw, self.spec, unique, self.path)[inverse]
+
+    def segment(self, index: int, ids: np.ndarray) -> np.ndarray:
+        """Segment ``index`` of rows ``ids`` ``[n]``, dequantized: float32 ``[n, dim]``. Nothing else is read.
+
+        Raises:
+            UserError: as :meth:`rows`.
+        """
+        segment = self.spec.segments[index]
+        stop = segment.offset + CODECS[segment.codec].num_bytes(segment.dim)
+        raw = self._file.read_rows(
+            TENSOR, self._checked(ids, self.spec.num_rows, "row"), slice(segment.offset, stop)
+        )
+        alone = dataclasses.replace(
+            self.spec,
+            row_stride=stop - segment.offset,
+            segments=(dataclasses.replace(segment, offset=0),),
+        )
+        return decode_rows(raw, alone, ids, self.path)
 
     def raw(self, ids: np.ndarray) -> np.ndarray:
         """The stored bytes of rows ``ids`` ``[n]``: uint8 ``[n, row_stride]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections import namedtuple
@@ -14,10 +15,13 @@ from safetensors import safe_open
 
 from meki_edge import manifest
 from meki_edge.device.bundle import open_bundle
-from meki_edge.device.pack import PackConfig, pack
+from meki_edge.device.pack import PackConfig, _read_a_token, pack
 from meki_edge.errors import UserError
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.manifest import StageOutput
+from meki_edge.rom.addressing import Ragged
+from meki_edge.rom.reader import RomReader
+from meki_edge.rom.writer import RomWriter
 from meki_edge.safetensors_io import SafetensorsFile
 
 Exported = dict[str, tuple[Path, Path]]
@@ -79,6 +83,45 @@ def test_metrics_are_those_a_comparison_needs(bundles: dict[str, Path], exported
     assert (dense["rom_bytes"], dense["rom_bytes_per_token"], dense["table_precision"]) == (0, 0, None)
     assert meki["rom_bytes"] == (bundles["meki"] / "rom.safetensors").stat().st_size
     assert meki["table_precision"] == "int8"
+
+
+def test_a_mixed_bundle_holds_every_rom_file(tmp_path: Path, mixed: tuple[Path, Path, Path]) -> None:
+    _, checkpoint, graphs = mixed
+    metrics = pack(graphs, checkpoint, tmp_path / "out", PackConfig()).metrics
+    spec = GraphSpec.from_json(json.loads((tmp_path / "out" / "graph_spec.json").read_text()), tmp_path)
+    names = ["rom.safetensors", "rom_1.safetensors", "rom_2.safetensors", "rom_3.safetensors"]
+    assert [rom.file for rom in spec.roms] == names
+    per_token = 0
+    for rom in spec.roms:
+        assert (tmp_path / "out" / rom.file).read_bytes() == (checkpoint / rom.file).read_bytes()
+        with safe_open(tmp_path / "out" / rom.file, "np") as file:
+            per_token += file.get_slice("rows").get_shape()[1] * rom.rows_per_token
+            assert file.metadata()["addressing"] == rom.addressing
+    assert metrics["name"] == "meki+l3+engram+ple"
+    assert metrics["rom_bytes"] == sum((tmp_path / "out" / name).stat().st_size for name in names)
+    assert metrics["rom_bytes_per_token"] == per_token
+    with safe_open(checkpoint / "model.safetensors", "np") as file:
+        in_ram = sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())
+    assert metrics["ram_parameters"] == metrics["active_parameters"] == in_ram, "the tied head reads every row"
+
+
+def test_what_a_token_reads_of_the_weights() -> None:
+    tied = {"tie_word_embeddings": True, "vocab_size": 100, "hidden_size": 4, "num_hidden_layers": 2}
+    untied = {**tied, "tie_word_embeddings": False}
+    assert _read_a_token(tied, 2000, 8000) == {
+        "active_parameters": 2000, "weight_bytes_per_token": 8000, "expert_bytes_per_token": None
+    }  # fmt: skip
+    found = _read_a_token(untied, 2000, 6400)
+    assert (found["active_parameters"], found["weight_bytes_per_token"]) == (2000 - 99 * 4, 6400)
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    expert = 2 * 3 * 4 * 6  # of both layers
+    found = _read_a_token({**untied, **moe}, 2000, 3200)  # 1600 parameters of two bytes
+    assert found == {
+        "active_parameters": 2000 - 99 * 4 - 6 * expert,
+        "weight_bytes_per_token": 2 * (1600 - 6 * expert),
+        "expert_bytes_per_token": 2 * 2 * expert,
+    }
+    assert set(_read_a_token(tied, None, 8000).values()) == {None}
 
 
 def test_packing_twice_gives_the_same_bytes(tmp_path: Path, exported: Exported) -> None:
@@ -158,6 +201,24 @@ def test_a_rom_of_another_tokenizer_is_refused(tmp_path: Path, copies: tuple[Pat
     assert error.what == f"tokenizer_sha256 is {'0' * 64}, the exported model needs {digest}"
 
 
+def test_a_rom_that_does_not_fit_the_graphs_is_refused(tmp_path: Path, mixed: tuple[Path, Path, Path]) -> None:
+    checkpoint, graphs = (shutil.copytree(source, tmp_path / source.name) for source in mixed[1:])
+    ragged, hashed = checkpoint / "rom_2.safetensors", checkpoint / "rom_1.safetensors"
+    with RomReader(ragged) as reader:
+        counts = np.diff(reader.spec.addressing.tensors()["offsets"])
+        counts[counts.argmax()] += 1
+        counts[np.flatnonzero(counts == 2)[0]] -= 1
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        spec = dataclasses.replace(reader.spec, addressing=Ragged(offsets))
+    ragged.unlink()
+    with RomWriter(ragged, spec) as writer:
+        writer.write(np.ones((spec.num_rows, spec.row_dim), np.float32))
+    assert refusal(graphs, checkpoint, tmp_path / "out").what == "rows_per_token is 9, the exported model needs 8"
+    shutil.copyfile(hashed, ragged)
+    what = refusal(graphs, checkpoint, tmp_path / "out").what
+    assert what == "addressing is ngram_hash, the exported model needs ragged"
+
+
 def test_an_embedding_of_another_checkpoint_is_refused(tmp_path: Path, copies: tuple[Path, Path]) -> None:
     checkpoint, graphs = copies
     rewrite_manifest(checkpoint, metrics={"validation_loss": 1.0})
@@ -171,7 +232,7 @@ def test_graphs_without_rows_and_a_rom_are_refused(
     shutil.copytree(exported["dense"][1], tmp_path / "dense")
     adopt(tmp_path / "dense", copies[0])
     error = refusal(tmp_path / "dense", copies[0], tmp_path / "out")
-    assert error.what == "the graphs take 0 inputs of memory rows, the checkpoint has 1 ROM files"
+    assert error.what == "the graphs need these ROM files: none; the checkpoint has: rom.safetensors"
 
 
 @pytest.mark.parametrize("name", ["a/b", "", "-x", "two words"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from meki_edge.files import read_json
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.manifest import StageOutput
 from meki_edge.rom.reader import RomReader
-from meki_edge.rom.addressing import Identity
+from meki_edge.rom.addressing import Identity, Ragged
 from meki_edge.rom.spec import Segment, build, row_stride
 from meki_edge.rom.writer import RomWriter
 from meki_edge.tokens import open_shards
@@ -94,26 +93,20 @@ def test_more_tokens_than_the_model(tmp_path: Path, tokens_dir: Path) -> None:
     assert "the tokenizer has 384 tokens, the model only 383" in what
 
 
-@pytest.fixture
-def respoiled(tmp_path: Path, exported: Exported) -> Callable[..., Path]:
-    """A folded checkpoint whose ROM is whole but belongs to another model."""
-    checkpoint, _ = exported["meki"]
+def respoil(checkpoint: Path, out: Path, name: str, **changes: object) -> Path:
+    """A copy of a folded checkpoint whose ROM file ``name`` is whole but belongs to another model."""
     source = manifest.load(checkpoint)
-
-    def spoil(**changes: object) -> Path:
-        output = StageOutput(tmp_path / "spoiled", stage="reparam", config={}, inputs={})
-        for name in source.files:
-            shutil.copyfile(checkpoint / name, output.partial / name)
-        with RomReader(checkpoint / "rom.safetensors") as reader:
-            spec = dataclasses.replace(reader.spec, **changes)
-        spec = dataclasses.replace(spec, row_stride=row_stride(spec.row_bytes, spec.addressing))
-        (output.partial / "rom.safetensors").unlink()
-        with RomWriter(output.partial / "rom.safetensors", spec) as writer:
-            writer.write(np.ones((spec.num_rows, spec.row_dim), np.float32))
-        output.finish(roles={name: entry.role for name, entry in source.files.items()}, metrics=source.metrics)
-        return tmp_path / "spoiled"
-
-    return spoil
+    output = StageOutput(out, stage="reparam", config={}, inputs={})
+    for file in source.files:
+        if file != name:
+            shutil.copyfile(checkpoint / file, output.partial / file)
+    with RomReader(checkpoint / name) as reader:
+        spec = dataclasses.replace(reader.spec, **changes)
+    spec = dataclasses.replace(spec, row_stride=row_stride(spec.row_bytes, spec.addressing))
+    with RomWriter(output.partial / name, spec) as writer:
+        writer.write(np.ones((spec.num_rows, spec.row_dim), np.float32))
+    output.finish(roles={file: entry.role for file, entry in source.files.items()}, metrics=source.metrics)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -127,14 +120,63 @@ def respoiled(tmp_path: Path, exported: Exported) -> Callable[..., Path]:
     ],
 )
 def test_rom_of_another_model(
-    tmp_path: Path, tokens_dir: Path, respoiled: Callable[..., Path], changes: dict, expected: str
+    tmp_path: Path, tokens_dir: Path, exported: Exported, changes: dict, expected: str
 ) -> None:
-    what = what_of(respoiled(**changes), tokens_dir, tmp_path / "out")
+    checkpoint = respoil(exported["meki"][0], tmp_path / "spoiled", "rom.safetensors", **changes)
+    what = what_of(checkpoint, tokens_dir, tmp_path / "out")
     assert expected in what and "meki-edge reparam" in what
 
 
-def test_truncated_rom(tmp_path: Path, tokens_dir: Path, respoiled: Callable[..., Path]) -> None:
-    checkpoint = respoiled()
+def ragged(*counts: int) -> Ragged:
+    """``counts`` rows for the first tokens, two for the others, 900 rows for all 384 together."""
+    rest = np.full(384 - len(counts), 2)
+    rest[: 900 - sum(counts) - rest.sum()] += 1
+    return Ragged(np.concatenate(([0], np.cumsum([*counts, *rest]))))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("rom_2.safetensors", {"addressing": Identity()}, "the ROM's addressing is identity, the memories' is ragged"),
+        ("rom_2.safetensors", {"addressing": ragged(9)}, "the ROM has up to 9 rows a token, the memories take 8"),
+        (
+            "rom_2.safetensors",
+            {"addressing": Ragged(np.arange(0, 901, 3))},
+            "the ROM has rows for 300 tokens, the model has 384",
+        ),
+        ("rom_2.safetensors", {"segments": segments((1, 0, 47))}, "the ROM's segments (layer, memory, dim) are"),
+        ("rom_1.safetensors", {"tokenizer_sha256": "0" * 64}, "folded for another tokenizer"),
+    ],
+)
+def test_rom_of_another_mixed_model(
+    tmp_path: Path, tokens_dir: Path, mixed: tuple[Path, Path, Path], name: str, changes: dict, expected: str
+) -> None:
+    checkpoint = respoil(mixed[1], tmp_path / "spoiled", name, **changes)
+    what = what_of(checkpoint, tokens_dir, tmp_path / "out")
+    assert expected in what and "meki-edge reparam" in what
+
+
+def test_rom_files_in_each_others_place(tmp_path: Path, tokens_dir: Path, mixed: tuple[Path, Path, Path]) -> None:
+    source = manifest.load(mixed[1])
+    roles = {name: entry.role for name, entry in source.files.items()}
+
+    def copied(out: Path, roles: dict[str, str]) -> Path:
+        output = StageOutput(out, stage="reparam", config={}, inputs={})
+        for name in roles:
+            shutil.copyfile(mixed[1] / name, output.partial / name)
+        output.finish(roles=roles, metrics={})
+        return out
+
+    swapped = copied(tmp_path / "swapped", {**roles, "rom_1.safetensors": "rom_3", "rom_3.safetensors": "rom_1"})
+    what = what_of(swapped, tokens_dir, tmp_path / "out")
+    assert "the ROM is called rom_3.safetensors, the graphs ask for rom_1.safetensors" in what
+    del roles["rom_3.safetensors"]
+    what = what_of(copied(tmp_path / "short", roles), tokens_dir, tmp_path / "out")
+    assert "0 files have the role 'rom_3'" in what
+
+
+def test_truncated_rom(tmp_path: Path, tokens_dir: Path, exported: Exported) -> None:
+    checkpoint = respoil(exported["meki"][0], tmp_path / "spoiled", "rom.safetensors")
     rom = checkpoint / "rom.safetensors"
     rom.write_bytes(rom.read_bytes()[:-1])
     assert "bytes, the manifest says" in what_of(checkpoint, tokens_dir, tmp_path / "out")
