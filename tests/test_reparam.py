@@ -24,14 +24,18 @@ from meki_edge.files import sha256_file
 from meki_edge.manifest import StageOutput
 from meki_edge.model.checkpoint import Checkpoint, load_model
 from meki_edge.model.validation import validation_loss
-from meki_edge.reparam import PROOF_ROWS, ROM, Folder, ReparamConfig, reparam
-from meki_edge.reparam_proof import Windows, prove, streamed_hidden, training_rows
+from meki_edge.model.rom_rows import RomRows, rom_rows
+from meki_edge.model.row_spaces import row_spaces
+from meki_edge.reparam import ReparamConfig, reparam
+from meki_edge.reparam_fold import KEPT, Folder
+from meki_edge.reparam_proof import LayerRows, Windows, prove, stored_rows, streamed_hidden, training_rows
 from meki_edge.rom import inspect
 from meki_edge.rom.reader import RomReader
 from meki_edge.tokens import open_shards
 from meki_edge.train.config import TrainConfig
 from meki_edge.train.loop import train
 
+ROM = "rom.safetensors"
 WINDOWS, LENGTH = 5, 48
 TOLERANCE = {"fp32": 1e-6, "fp16": 3e-3, "int8": 0.05, "int4": 1.0}  # logits of this tiny model reach about 2.5
 
@@ -71,8 +75,7 @@ def test_the_rom_form_is_the_trained_model(
     assert folded.config.folded
     expected = training(ids)
     with RomReader(out / ROM) as reader:
-        stored = torch.from_numpy(reader.rows(ids.flatten().numpy())).unflatten(0, ids.shape)
-    logits = folded(ids, rows=folded.split_rows(stored))
+        logits = folded(ids, rows=rom_rows(folded.config, [reader], ids))
     difference = (logits - expected).abs().max().item()
     assert difference < TOLERANCE[precision]
     proof = done.metrics["proof"]
@@ -94,11 +97,7 @@ def test_the_loss_is_trainings_own_measure(meki_checkpoint: Path, tokens_dir: Pa
     )
     folded = load_model(tmp_path / "rom")
     with RomReader(tmp_path / "rom" / ROM) as reader:
-        loss = validation_loss(
-            folded,
-            windows,
-            rows_source=lambda ids: torch.from_numpy(reader.rows(ids.flatten().numpy())).unflatten(0, ids.shape),
-        )
+        loss = validation_loss(folded, windows, rows_source=RomRows(folded.config, [reader]))
     assert done.metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
 
 
@@ -134,7 +133,7 @@ def test_what_is_written(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path
     metrics = done.metrics
     assert metrics["ram_parameters"] == sum(tensor.numel() for tensor in kept.values())
     assert metrics["rom_bytes"] == (out / ROM).stat().st_size == 4096 + 384 * 64
-    assert (metrics["row_bytes"], metrics["rom_bytes_per_token"]) == (3 * 14, 64)
+    assert metrics["rom_bytes_per_token"] == metrics["rom_bytes_per_token_expected"] == 64
     assert metrics["validation_tokens"] == metrics["proof"]["tokens"] == WINDOWS * LENGTH
     assert metrics["validation_loss"] == metrics["proof"]["loss_coded"]
     with safe_open(out / ROM, "np") as rom:
@@ -209,7 +208,7 @@ def test_the_streamed_forward_is_the_ordinary_one(
     model = load_model(meki_checkpoint)
     expected = model(torch.from_numpy(tokens[:, :-1]))
     with Checkpoint(meki_checkpoint) as checkpoint:
-        hidden = streamed_hidden(checkpoint, windows, training_rows(checkpoint, windows.ids))
+        hidden = streamed_hidden(checkpoint, windows, training_rows(checkpoint))
         torch.testing.assert_close(model.lm_head(hidden), expected, atol=2e-5, rtol=1e-5)
 
 
@@ -218,12 +217,16 @@ def test_a_wrong_row_is_noticed(meki_checkpoint: Path, tokens_dir: Path, tmp_pat
     reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config())
     windows = Windows.of(open_shards(tokens_dir).validation_windows(2, LENGTH + 1))
     with Checkpoint(meki_checkpoint) as training, Checkpoint(tmp_path / "rom") as folded:
-        table = Folder(training).fold(0, 384)
-        right = table[windows.ids]
-        shifted, swapped = np.roll(table, 1, axis=0)[windows.ids], np.roll(right, 12, axis=1)
-        assert prove(training, folded, windows, right, right).difference_float32 < 1e-5
-        for wrong in (shifted, swapped):
-            proof = prove(training, folded, windows, right, wrong)
+        spaces = row_spaces(training.config)
+        folder = Folder(training, spaces[0])
+        table = folder.fold(0, 384)
+
+        def rows(table: np.ndarray) -> LayerRows:
+            return stored_rows(spaces, [folder.addressing], [lambda k, ids: table[ids, 12 * k : 12 * (k + 1)]])
+
+        assert prove(training, folded, windows, rows(table), rows(table)).difference_coded < 1e-5
+        for wrong in (np.roll(table, 1, axis=0), np.roll(table, 12, axis=1)):
+            proof = prove(training, folded, windows, rows(table), rows(wrong))
             assert proof.difference_float32 < 1e-5 < 0.1 < proof.difference_coded
 
 
@@ -249,14 +252,6 @@ def test_folding_twice_is_refused(meki_checkpoint: Path, tokens_dir: Path, tmp_p
     with pytest.raises(UserError, match="folded already"):
         reparam(tmp_path / "rom", tokens_dir, tmp_path / "again", config())
     assert not (tmp_path / "again").exists()
-
-
-def test_rows_that_belong_to_no_single_id_are_refused(tokens_dir: Path, tmp_path: Path) -> None:
-    engram = {"kind": "engram", "layers": [1], "options": {"table_size": 11, "memory_dim": 8, "num_heads": 2}}
-    checkpoint = write_checkpoint(tmp_path / "engram", tiny_config([engram], eos_token_id=0), tokens_dir)
-    with pytest.raises(UserError, match="engram has ngram_hash addressing"):
-        reparam(checkpoint, tokens_dir, tmp_path / "rom", config())
-    assert not (tmp_path / "rom").exists()
 
 
 @pytest.mark.parametrize(
@@ -380,7 +375,7 @@ def test_killed_half_way_leaves_no_manifest_and_resumes(
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert os.listdir(out) == [".partial"]
-    assert (out / ".partial" / PROOF_ROWS).exists()
+    assert (out / ".partial" / f".{KEPT.format(ROM)}.partial").exists()
     done = reparam(meki_checkpoint, tokens_dir, out, config(table_precision="int8", chunk_rows=1))
     whole = reparam(meki_checkpoint, tokens_dir, tmp_path / "whole", config(table_precision="int8", chunk_rows=1))
     assert done.files == whole.files and done.metrics == whole.metrics
@@ -423,12 +418,12 @@ def test_memory_does_not_grow_with_the_vocabulary(tokens_dir: Path, tmp_path: Pa
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from meki_edge import reparam as stage, reparam_proof
+from meki_edge import reparam as stage, reparam_fold, reparam_proof
 from test_reparam import config, reparam
 options = config(chunk_rows=1024, proof_windows=1)
 # What a slice may take, made small beside what the larger tables take.
-stage.COPY_BYTES = stage.FOLD_BYTES = 1 << 20
-reparam_proof.SLICE_ELEMENTS = 1 << 18
+stage.COPY_BYTES = reparam_fold.FOLD_BYTES = 1 << 20
+reparam_proof.ROW_ELEMENTS = reparam_proof.SLICE_ELEMENTS = 1 << 18
 for name in ("small", "large"):
     directory = Path({str(tmp_path)!r})
     reparam(directory / name, Path({str(tokens_dir)!r}), directory / f"{{name}}-rom", options)

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meki_edge import tokens
 from meki_edge.model.config import ROM_FORM
-from meki_edge.model.decoder import CausalLM
+from meki_edge.model.decoder import CausalLM, Rows
 from meki_edge.model.validation import validation_loss
 
 
@@ -61,8 +61,8 @@ def test_rom_form_equals_training_form(tokens_dir: Path) -> None:
         memories = [memory for layer in model.model.layers for memory in layer.memories]
         rom = torch.cat([memory.rom_rows(ids, embeddings) for memory in memories], -1)
 
-    def rows_source(batch: Tensor) -> Tensor:
-        return rom[batch]
+    def rows_source(batch: Tensor) -> Rows:
+        return folded.split_rows(rom[batch])
 
     before = digest(model)
     trained = validation_loss(model, windows)
