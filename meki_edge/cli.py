@@ -30,6 +30,7 @@ from meki_edge.options import (
     parse_curves,
     parse_layers,
     parse_memory_options,
+    parse_moe,
 )
 
 PIPELINE = "Pipeline, in this order"
@@ -86,6 +87,7 @@ def train(
     memory: Annotated[str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense.")] = None,
     memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: all).")] = None,
     memory_option: MemoryOption = None,
+    moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
     batch_size: Annotated[int, typer.Option(help="Windows a step.")] = 16,
     window_length: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Parts a batch is computed in.")] = 1,
@@ -125,6 +127,8 @@ def train(
         model = presets.from_config(model_config, **placement)
     else:
         model = presets.from_checkpoint(init_from, **placement)
+    if moe is not None:
+        model = presets.with_moe(model, *parse_moe(moe))
     config = TrainConfig(
         steps=steps,
         batch_size=batch_size,
@@ -341,7 +345,7 @@ def memories(
         [
             entry.kind,
             ", ".join(f"{name}={value}" for name, value in entry.options.items() if value is not None),
-            str(entry.num_layers),
+            str(len(entry.layers)),
             f"{entry.ram_parameters / 1e6:+.1f} M",
             f"{entry.rom_bytes / 1e9:.2f} GB",
             f"{entry.bytes_per_token / 1024:,.1f} KiB",

@@ -155,19 +155,11 @@ def headline(result: dict[str, Any]) -> str:
     """What was seen, in a sentence or two an arm, with no claim that the figures do not carry."""
     arms, baseline = result["arms"], result["baseline"]
     sentences = [
-        " ".join(
-            filter(
-                None,
-                (
-                    _quality(name, baseline, arms),
-                    _speed(name, baseline, arms),
-                    _stall(name, arms[name]),
-                    _experts(arms[name]),
-                ),
-            )
-        )
-        for name in arms
+        sentence
+        for name, arm in arms.items()
         if name != baseline
+        for sentence in (_quality(name, baseline, arms), _speed(name, baseline, arms), _stall(name, arm), _experts(arm))
+        if sentence
     ]
     return " ".join(sentences) or f"{baseline} was measured alone."
 
@@ -209,8 +201,8 @@ def _experts(arm: dict[str, Any]) -> str:
     if arm["expert_bytes_per_token"] is None:
         return ""
     return (
-        f"Each token of it reads {arm['expert_bytes_per_token'] / 1e6:,.2f} MB of experts, which no one can fetch ahead: "
-        "each layer chooses its own when it is reached."
+        f"Each decoded token reads {arm['expert_bytes_per_token'] / 1e6:,.2f} MB of experts, which cannot be fetched "
+        "ahead: a layer chooses its own when it is reached."
     )
 
 

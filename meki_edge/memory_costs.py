@@ -26,7 +26,7 @@ class MemoryCost:
 
     kind: str
     options: dict[str, Any]
-    num_layers: int
+    layers: tuple[int, ...]
     ram_parameters: int
     """Parameters more (or fewer) than dense that stay in memory."""
     training_parameters: int
@@ -64,7 +64,7 @@ def cost(dense: ModelConfig, kind: str, options: dict[str, Any], layers: tuple[i
     return MemoryCost(
         kind=kind,
         options=training.memories[0].options,
-        num_layers=len(layers),
+        layers=layers,
         ram_parameters=ram,
         training_parameters=in_training,
         rom_parameters=rom_elements,

@@ -41,6 +41,18 @@ def parse_memory_options(pairs: list[str] | None) -> dict[str, Any]:
     return {name: _value(text) for name, text in (_pair(pair, "--memory-option") for pair in pairs or [])}
 
 
+def parse_moe(text: str) -> tuple[int, int]:
+    """``"8/2"`` → (8, 2): experts, and how many of them a token uses.
+
+    Raises:
+        UserError: not two positive numbers.
+    """
+    experts, slash, active = text.partition("/")
+    if not (slash and experts.isdigit() and active.isdigit() and 0 < int(active) <= int(experts)):
+        raise UserError(f"{text!r} is not EXPERTS/ACTIVE", where="--moe", fix="write it as 8/2")
+    return int(experts), int(active)
+
+
 def parse_curves(pairs: list[str] | None) -> dict[str, Path]:
     """``["meki=build/train"]`` → arm → directory."""
     return {name: Path(text) for name, text in (_pair(pair, "--curve") for pair in pairs or [])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 # Before torch is loaded, and for subprocesses too: on matrices this small a second thread only
@@ -163,3 +164,19 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, tuple[
     for name, (checkpoint, graphs) in exported.items():
         pack(graphs, checkpoint, directory / name, PackConfig())
     return {name: directory / name for name in exported}
+
+
+@pytest.fixture(scope="session")
+def binary() -> Path:
+    """The C++ harness, built as `make runner` does; up to date in a moment if nothing changed."""
+    import nlohmann_json
+
+    root = Path(__file__).parents[1]
+    headers = root / "build/ort-headers"
+    build = root / "build/runner"
+    subprocess.run(["sh", root / "android_runner/fetch_headers.sh", headers], check=True)
+    options = ["-DCMAKE_BUILD_TYPE=Release", f"-DMEKI_ORT_HEADERS={headers}"]
+    options.append(f"-DMEKI_JSON_INCLUDE={Path(nlohmann_json.__file__).parent / 'include'}")
+    subprocess.run(["cmake", "-S", root / "android_runner", "-B", build, *options], check=True)
+    subprocess.run(["cmake", "--build", build, "--target", "meki-runner", "-j2"], check=True)
+    return build / "meki-runner"

@@ -269,6 +269,20 @@ def test_three_arms_and_a_single_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "alone/compare.json").read_text())["headline"] == "dense was measured alone."
 
 
+def test_what_experts_cost_a_token_stands_beside_the_rows(tmp_path: Path) -> None:
+    moe = arm("moe", 3.3, [20.0, 20.0, 20.0], rom=False)
+    moe["metrics"] |= {"weight_bytes_per_token": 4_100_000, "expert_bytes_per_token": 2_600_000}
+    compare(write_runs(tmp_path / "runs", results(DENSE, MEKI, moe)), tmp_path / "out")
+    result = json.loads((tmp_path / "out/compare.json").read_text())
+    assert "Each decoded token reads 2.60 MB of experts" in result["headline"]
+    assert result["arms"]["moe"]["weight_bytes_per_token"] == 4_100_000
+    rows = (tmp_path / "out/compare.md").read_text().splitlines()
+    assert "| Weights read a token | 4.00 MB | 4.00 MB | 4.10 MB |" in rows
+    assert "| … of them experts, known only layer by layer | – | – | 2.60 MB |" in rows
+    assert "| ROM a token | 0 B | 4.10 kB | 0 B |" in rows
+    assert "experts, known only layer by layer" in (tmp_path / "out/compare.html").read_text()
+
+
 def test_bad_inputs_are_refused(tmp_path: Path) -> None:
     runs = write_runs(tmp_path / "runs", results(DENSE, MEKI))
     training = write_training(tmp_path / "training", 3.5)

@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         return balance
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Router ``logits`` ``[…, E]`` → probabilities ``[…, E]``, and the chosen experts' weights and ids ``[…, k]``."""
+        """Router ``logits`` ``[…, E]`` → probabilities ``[…, E]``; the chosen experts' weights and ids ``[…, k]``."""
         probabilities = logits.softmax(dim=-1)
         weights, chosen = probabilities.topk(self._num_chosen, dim=-1)
         if self._normalize:
@@ -86,14 +86,10 @@ class MixtureOfExperts(nn.Module):
             share = counts / len(hidden)
             self._balance = self._num_experts * (share * probabilities.mean(dim=0)).sum()
         copies = hidden.unsqueeze(1).expand(-1, self._num_chosen, -1).flatten(0, 1)
-        groups = _Permute.apply(copies, order, inverse).split(counts.tolist())
-        # unbind, because its backward stacks the experts' gradients; indexing would add E padded ones.
-        experts = zip(groups, self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind(), strict=True)
-        outputs = []
-        for group, gate_up_proj, down_proj in experts:
-            gate, up = F.linear(group, gate_up_proj).chunk(2, dim=-1)
-            outputs.append(F.linear(F.silu(gate) * up, down_proj))
-        restored = _Permute.apply(torch.cat(outputs), inverse, order).unflatten(0, (-1, self._num_chosen))
+        sizes = counts.tolist()
+        gate, up = _each(_Permute.apply(copies, order, inverse), sizes, self.experts.gate_up_proj).chunk(2, dim=-1)
+        outputs = _each(F.silu(gate) * up, sizes, self.experts.down_proj)
+        restored = _Permute.apply(outputs, inverse, order).unflatten(0, (-1, self._num_chosen))
         return (weights.to(restored.dtype).unsqueeze(1) @ restored).squeeze(1).to(hidden.dtype)
 
     def _static(self, hidden: Tensor) -> Tensor:
@@ -108,7 +104,7 @@ class MixtureOfExperts(nn.Module):
             ids = chosen.flatten()
             gate_up_proj, down_proj = gate_up_proj.index_select(0, ids), down_proj.index_select(0, ids)
             shares = weights.reshape(-1, 1, 1)
-            columns = hidden.reshape(1, -1, 1)  # not a transposition, which ONNX Runtime would fuse: 4 times slower
+            columns = hidden.reshape(1, -1, 1)  # a transposition ONNX Runtime would fuse, twice as slow
         else:
             ids = torch.arange(self._num_experts, device=hidden.device)
             masked = torch.where(chosen.unsqueeze(-1) == ids, weights.unsqueeze(-1), 0.0)  # [1, T, k, E]
@@ -116,6 +112,13 @@ class MixtureOfExperts(nn.Module):
             columns = hidden.transpose(1, 2)
         gate, up = (gate_up_proj @ columns).chunk(2, dim=1)  # [k or E, f, T]
         return (down_proj @ (F.silu(gate) * up * shares)).sum(dim=0, keepdim=True).transpose(1, 2)
+
+
+def _each(x: Tensor, sizes: list[int], weights: Tensor) -> Tensor:
+    """``x``, whose first ``sizes[0]`` rows belong to ``weights[0]`` and so on, through its experts' projections."""
+    # unbind, because its backward stacks the experts' gradients; indexing would add E padded ones.
+    groups = zip(x.split(sizes), weights.unbind(), strict=True)
+    return torch.cat([F.linear(group, weight) for group, weight in groups])
 
 
 class _Permute(torch.autograd.Function):
@@ -150,6 +153,4 @@ def published_parts(name: str, config: ModelConfig) -> list[tuple[str, ...]]:
         return []
     prefix, kind = found.groups()
     parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    return [
-        tuple(f"{prefix}.{expert}.{part}.weight" for part in parts) for expert in range(config.num_experts)
-    ]
+    return [tuple(f"{prefix}.{expert}.{part}.weight" for part in parts) for expert in range(config.num_experts)]

@@ -19,6 +19,7 @@ from export.graph import ExportConfig, export
 from export.onnx_decoder import OnnxDecoder, cpu_session
 from export.qnn_local import CompileConfig, compile_local, qnn_available
 from meki_edge import manifest
+from meki_edge.device import runner
 from meki_edge.device.pack import PackConfig, pack
 from meki_edge.errors import UserError
 from meki_edge.graph_spec import GraphSpec
@@ -294,9 +295,7 @@ def test_decode_reads_the_chosen_experts_only(exported: tuple[Path, Path]) -> No
     assert manifest.load(exported[1]).metrics["weights_bytes"] == stored
 
 
-def test_a_bundle_says_what_a_token_reads(
-    exported: tuple[Path, Path], tmp_path: Path, dense_checkpoint: Path
-) -> None:
+def test_a_bundle_says_what_a_token_reads(exported: tuple[Path, Path], tmp_path: Path, dense_checkpoint: Path) -> None:
     checkpoint, graphs = exported
     bundle = tmp_path / "bundle"
     model = load_model(checkpoint)
@@ -312,11 +311,8 @@ def test_a_bundle_says_what_a_token_reads(
     assert metrics["active_parameters"] == dense + 3 * 4 * 32  # the routers
 
 
-def test_the_harness_generates_pytorchs_tokens(
-    exported: tuple[Path, Path], tokens_dir: Path, tmp_path: Path
-) -> None:
-    from meki_edge.device import runner
-
+@pytest.mark.skipif(not runner.BUILT_BINARY.is_file(), reason="`make runner` has not built the harness")
+def test_the_harness_generates_pytorchs_tokens(exported: tuple[Path, Path], tokens_dir: Path, tmp_path: Path) -> None:
     checkpoint, graphs = exported
     pack(graphs, checkpoint, tmp_path / "bundle", PackConfig())
     prompt = open_shards(tokens_dir).validation[:20].tolist()
