@@ -95,6 +95,16 @@ def train(
     minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
     warmup_steps: Annotated[int, typer.Option(help="Steps of linear warmup.")] = 500,
     weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
+    table_learning_rate_scale: Annotated[
+        float | None, typer.Option(help="Tables' learning rate, relative (default: the memory's recipe).")
+    ] = None,
+    table_weight_decay: Annotated[
+        float | None, typer.Option(help="Tables' weight decay (default: the memory's recipe).")
+    ] = None,
+    separate_table_clip: Annotated[
+        bool | None, typer.Option(help="Clip tables' gradients apart (default: the memory's recipe).")
+    ] = None,
+    freeze_up_steps: Annotated[int, typer.Option(help="STAPLE: steps with the augmented up projections frozen.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
@@ -138,6 +148,10 @@ def train(
         minimum_learning_rate_ratio=minimum_learning_rate_ratio,
         warmup_steps=warmup_steps,
         weight_decay=weight_decay,
+        table_learning_rate_scale=table_learning_rate_scale,
+        table_weight_decay=table_weight_decay,
+        separate_table_clip=separate_table_clip,
+        freeze_up_steps=freeze_up_steps,
         precision=precision,
         device=device,
         seed=seed,
@@ -334,6 +348,7 @@ def memories(
     """List the memory kinds with what each costs at a model's shape."""
     import dataclasses
 
+    from meki_edge.memory import chosen_options
     from meki_edge.memory_costs import survey
     from meki_edge.train.presets import build
 
@@ -344,7 +359,7 @@ def memories(
     rows = [
         [
             entry.kind,
-            ", ".join(f"{name}={value}" for name, value in entry.options.items() if value is not None),
+            ", ".join(f"{name}={value}" for name, value in chosen_options(entry.kind, entry.options).items()),
             str(len(entry.layers)),
             f"{entry.ram_parameters / 1e6:+.1f} M",
             f"{entry.rom_bytes / 1e9:.2f} GB",

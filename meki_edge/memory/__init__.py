@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from os import PathLike
 from typing import Any
 
@@ -17,7 +18,7 @@ from meki_edge.memory.staple import StapleConfig, StapleLayer
 from meki_edge.memory.stem import StemConfig, StemLayer
 from meki_edge.model_shape import ModelShape
 
-__all__ = ["KINDS", "MemoryLayer", "PaddedRows", "RowSource", "Site", "Slot", "TokenBatch", "build", "check_options"]
+__all__ = ["KINDS", "MemoryLayer", "PaddedRows", "RowSource", "Site", "Slot", "TokenBatch", "build", "check_options", "chosen_options"]
 
 KINDS: dict[str, tuple[type, type[MemoryLayer]]] = {
     "meki": (MekiConfig, MekiLayer),
@@ -37,6 +38,12 @@ def check_options(kind: str, options: Any, where: str | PathLike[str]) -> dict[s
         UserError: an unknown kind or option, or a value of the wrong type.
     """
     return to_dict(from_dict(_registered(kind, where)[0], options, where))
+
+
+def chosen_options(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``options`` that are not the kind's defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(_registered(kind, "memories")[0])}
+    return {name: value for name, value in options.items() if value != defaults[name]}
 
 
 def build(kind: str, options: dict[str, Any], shape: ModelShape, slot: Slot, *, folded: bool) -> MemoryLayer:

@@ -18,10 +18,11 @@ from meki_edge.errors import UserError
 from meki_edge.files import atomic_path
 from meki_edge.model.checkpoint import save_tensors
 from meki_edge.safetensors_io import SafetensorsFile
+from meki_edge.train.optimizer import Optimizer
 
 KEPT = 2
 MODEL = "model/"
-OPTIMIZER = "optimizer/"  # then the parameter's index, a slash and the state's name
+OPTIMIZER = "optimizer/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +33,18 @@ class TrainingState:
     seconds: float
     tensors: Mapping[str, Tensor]
 
-    def restore(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         """Load the tensors into a model and its optimizer."""
         result = model.load_state_dict(_under(MODEL, self.tensors), strict=False)
         assert not result.unexpected_keys
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in _under(OPTIMIZER, self.tensors).items():
-            index, key = name.split("/")
-            state.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.restore(_under(OPTIMIZER, self.tensors), self.step)
 
 
-def save(
-    directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, step: int, seconds: float
-) -> None:
+def save(directory: Path, model: torch.nn.Module, optimizer: Optimizer, *, step: int, seconds: float) -> None:
     """Write the checkpoint of ``step``, then remove all but the ``KEPT`` newest."""
     named = [*model.named_parameters(), *model.named_buffers()]  # a tied head appears once
     tensors = {MODEL + name: tensor for name, tensor in named}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"{OPTIMIZER}{index}/{key}": tensor for key, tensor in state.items()}
+    tensors |= {OPTIMIZER + name: tensor for name, tensor in optimizer.tensors().items()}
     with atomic_path(directory / f"step-{step:08d}.safetensors") as path:
         save_tensors(path, tensors, {"step": str(step), "seconds": str(seconds)})
     for old in _newest_first(directory)[KEPT:]:

@@ -34,10 +34,21 @@ class TrainConfig:
     weight_decay: float = 0.1
     """On matrices, tables and 0-D scalars, not on norm gains: see :mod:`meki_edge.train.optimizer`."""
     beta1: float = 0.9
+    """AdamW's decay of the first moment."""
     beta2: float = 0.95
+    """AdamW's decay of the second moment."""
     epsilon: float = 1e-8
+    """AdamW's addition to the root of the second moment."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient."""
+    table_learning_rate_scale: float | None = None
+    """Learning rate of memory tables relative to the backbone's; without it, as each memory's paper has it."""
+    table_weight_decay: float | None = None
+    """Weight decay of memory tables; without it, as each memory's paper has it."""
+    separate_table_clip: bool | None = None
+    """Clip the tables' gradients by a norm of their own; without it, as each memory's paper has it."""
+    freeze_up_steps: int = 0
+    """Steps in which the up projections that a memory adds to (STAPLE's) stay as they are."""
     precision: str = "auto"
     """Of matrix products: ``bf16`` (autocast), ``fp32``, or ``auto``: bf16 where the processor has it.
     Weights, optimizer state, softmax of the loss and validation are float32 either way."""
@@ -59,10 +70,11 @@ def check(config: TrainConfig) -> None:
     def wrong(name: str, fix: str) -> UserError:
         return UserError(f"{name} is {getattr(config, name)!r}", where="training options", fix=fix)
 
-    may_be_zero = ("warmup_steps", "weight_decay", "seed", "beta1", "beta2", "minimum_learning_rate_ratio")
+    may_be_zero = {"warmup_steps", "weight_decay", "seed", "beta1", "beta2", "minimum_learning_rate_ratio"}
+    may_be_zero |= {"table_weight_decay", "freeze_up_steps"}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, str):
+        if value is None or isinstance(value, (str, bool)):
             continue
         if not (value > 0 or (value == 0 and field.name in may_be_zero)):
             raise wrong(field.name, "give a number that is not negative" if value < 0 else "give a positive number")
@@ -73,6 +85,8 @@ def check(config: TrainConfig) -> None:
         raise wrong("minimum_learning_rate_ratio", "give a share of the peak, at most 1")
     if config.warmup_steps >= config.steps:
         raise wrong("warmup_steps", f"give fewer than the {config.steps} steps of the run")
+    if config.freeze_up_steps > config.steps:
+        raise wrong("freeze_up_steps", f"give at most the {config.steps} steps of the run")
     if config.batch_size % config.gradient_accumulation_steps:
         raise wrong("gradient_accumulation_steps", f"give a divisor of the batch size {config.batch_size}")
     for name, known in (("device", DEVICES), ("precision", PRECISIONS)):

@@ -1,7 +1,8 @@
 """``metrics.jsonl``: one JSON object a line, and a plot of it.
 
 Training lines: ``step`` (1-based), ``loss`` (nats), ``learning_rate``, ``grad_norm`` (before
-clipping), ``tokens`` (so far), ``tokens_per_s``. Validation lines: ``step``, ``validation_loss``.
+clipping), ``table_grad_norm`` (where tables are clipped apart), ``tokens`` (so far),
+``tokens_per_s``. Validation lines: ``step``, ``validation_loss``.
 Of these only ``tokens_per_s`` differs between two runs of the same configuration.
 """
 

@@ -121,3 +121,27 @@ def with_memory(
     chosen = tuple(range(model.num_hidden_layers)) if layers is None else layers
     placement = MemoryPlacement(kind=memory, layers=chosen, options=options)
     return model_config.check(dataclasses.replace(model, memories=(*model.memories, placement)), f"memory {memory}")
+
+
+def with_moe(model: ModelConfig, num_experts: int, num_experts_per_tok: int) -> ModelConfig:
+    """``model`` with ``num_experts`` experts a layer in place of its FFN, as large together as that FFN when active.
+
+    So a token goes through as many parameters as in the dense model, and the router's. Routing is
+    Qwen3-MoE's: the chosen experts' weights sum to one.
+
+    Raises:
+        UserError: the FFN's width does not divide among the chosen experts, or a count that cannot be.
+    """
+    if num_experts_per_tok < 1 or model.intermediate_size % num_experts_per_tok:
+        raise UserError(
+            f"num_experts_per_tok is {num_experts_per_tok}, intermediate_size {model.intermediate_size}",
+            where="mixture of experts",
+            fix="choose a number that divides intermediate_size, so that active parameters equal the dense model's",
+        )
+    changes = {
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "moe_intermediate_size": model.intermediate_size // num_experts_per_tok,
+        "norm_topk_prob": True,
+    }
+    return model_config.check(dataclasses.replace(model, **changes), "mixture of experts")

@@ -167,19 +167,3 @@ def test_an_unfinished_run_of_other_options_is_refused(tokens_dir: Path, tmp_pat
     with pytest.raises(UserError, match="config.steps was 20 and is now 6"):
         train(tokens_dir, tmp_path / "out", tiny_config(), CONFIG)
     assert train(tokens_dir, tmp_path / "out", tiny_config(), CONFIG, force=True).stage == "train"
-
-
-@pytest.mark.parametrize(
-    "placements",
-    [
-        [("l3", [1], {"num_entries": 600, "max_entries": 4})],
-        [("engram", [1], {"table_size": 97, "memory_dim": 32})],
-        [("meki", [0, 2], {"memory_dim": 8}), ("stem", [0, 1], {}), ("ple", [2], {})],
-    ],
-)
-def test_other_memories_train_too(tokens_dir: Path, tmp_path: Path, placements: list) -> None:
-    memories = [{"kind": kind, "layers": layers, "options": options} for kind, layers, options in placements]
-    config = dataclasses.replace(CONFIG, steps=30, precision="bf16")
-    train(tokens_dir, tmp_path / "out", tiny_config(memories), config)
-    losses = [line["loss"] for line in read_lines(tmp_path / "out") if "loss" in line]
-    assert losses[-1] < losses[0] - 0.3

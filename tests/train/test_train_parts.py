@@ -19,7 +19,7 @@ from meki_edge.train.attention import MatmulAttention
 from meki_edge.train.config import TrainConfig, check
 from meki_edge.train.cross_entropy import head_cross_entropy
 from meki_edge.train.data import TrainingWindows
-from meki_edge.train.optimizer import build_optimizer, set_learning_rate
+from meki_edge.train.optimizer import Optimizer
 from meki_edge.train.plot import loss_plot
 from meki_edge.train.schedule import learning_rate
 
@@ -60,22 +60,6 @@ def test_learning_rate_reaches_peak_and_minimum() -> None:
     assert rates[-1] == pytest.approx(2e-4)
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert learning_rate(0, peak=1.0, minimum_ratio=0.0, warmup_steps=0, steps=1) == pytest.approx(0.0)
-
-
-def test_decay_spares_one_dimensional_tensors_and_tables_keep_their_recipe() -> None:
-    staple = [{"kind": "staple", "layers": [1], "options": {}}]
-    model = CausalLM(tiny_config([*MEKI, *staple]))
-    optimizer = build_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
-    set_learning_rate(optimizer, 0.01)
-    found = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    assert len(found) == len(list(model.parameters()))
-    for name, parameter in model.named_parameters():
-        group = found[parameter]
-        if name == "model.layers.1.memories.1.table":  # STAPLE: 4 times the rate, decay 1e-4
-            assert (group["lr"], group["weight_decay"]) == (pytest.approx(0.04), 1e-4)
-        else:
-            assert group["lr"] == 0.01
-            assert group["weight_decay"] == (0.0 if "norm" in name else 0.1), name
 
 
 @pytest.mark.parametrize("num_tokens", [1, 700])
@@ -122,33 +106,39 @@ def test_matmul_attention_equals_the_fused_kernel() -> None:
 
 
 def test_two_newest_checkpoints_are_kept_and_a_broken_one_passed_over(tmp_path: Path) -> None:
-    model = CausalLM(tiny_config(MEKI))
-    model.reset_parameters(0)
-    optimizer = build_optimizer(model, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
-    set_learning_rate(optimizer, 0.01)
+    ids = torch.arange(8)[None]
+    config = TrainConfig(steps=11, warmup_steps=0, learning_rate=0.01)
+
+    def start() -> tuple[CausalLM, Optimizer]:
+        model = CausalLM(tiny_config(MEKI))
+        model.reset_parameters(0)
+        return model, Optimizer(model, config)
+
+    def advance(model: CausalLM, optimizer: Optimizer, step: int) -> dict[str, torch.Tensor]:
+        optimizer.begin(step, ids)
+        model(ids).square().mean().backward()
+        optimizer.step()
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    model, optimizer = start()
     assert checkpointing.load_newest(tmp_path) is None
     weights = {}
-    for step in (1, 2, 10):
-        model(torch.arange(8)[None]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for step in range(1, 4):
+        weights[step] = advance(model, optimizer, step - 1)
         checkpointing.save(tmp_path, model, optimizer, step=step, seconds=step / 4)
-        weights[step] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002.safetensors", "step-00000010.safetensors"]
-    (tmp_path / ".step-00000011.safetensors.1.tmp").write_bytes(b"half")
-    newest = tmp_path / "step-00000010.safetensors"
+    names = ["step-00000002.safetensors", "step-00000003.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    (tmp_path / ".step-00000004.safetensors.1.tmp").write_bytes(b"half")
+    newest = tmp_path / "step-00000003.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     state = checkpointing.load_newest(tmp_path)
     assert state is not None and (state.step, state.seconds) == (2, 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.safetensors"]
-    fresh = CausalLM(model.config)
-    fresh_optimizer = build_optimizer(fresh, weight_decay=0.1, betas=(0.9, 0.95), epsilon=1e-8)
-    set_learning_rate(fresh_optimizer, 0.01)
+    fresh, fresh_optimizer = start()
     state.restore(fresh, fresh_optimizer)
     assert all(torch.equal(tensor, weights[2][name]) for name, tensor in fresh.state_dict().items())
-    fresh(torch.arange(8)[None]).square().mean().backward()
-    fresh_optimizer.step()  # with the restored moments this is the first optimizer's third step
-    assert all(torch.equal(tensor, weights[10][name]) for name, tensor in fresh.state_dict().items())
+    resumed = advance(fresh, fresh_optimizer, 2)  # with the restored moments this is the first optimizer's third step
+    assert all(torch.equal(tensor, weights[3][name]) for name, tensor in resumed.items())
 
 
 def test_log_is_cut_at_the_step_it_is_opened_at(tmp_path: Path) -> None:
@@ -182,6 +172,9 @@ def test_plot_is_reproducible_svg(tmp_path: Path) -> None:
         ({"minimum_learning_rate_ratio": 1.5}, "minimum_learning_rate_ratio is 1.5"),
         ({"precision": "fp61"}, "precision is 'fp61'"),
         ({"device": "gpu"}, "device is 'gpu'"),
+        ({"table_learning_rate_scale": 0.0}, "table_learning_rate_scale is 0.0"),
+        ({"table_weight_decay": -0.1}, "table_weight_decay is -0.1"),
+        ({"freeze_up_steps": 101}, "freeze_up_steps is 101"),
     ],
 )
 def test_bad_training_options(changes: dict[str, object], what: str) -> None:
