@@ -7,13 +7,14 @@ MEKI := $(BIN)/meki-edge
 RUNNER := build/runner/meki-runner
 DEMO := build/demo
 JOBS ?= 2
+JSON_INCLUDE = $$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / "include")')
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup runner test demo clean check-system
+.PHONY: help setup runner test test-sanitizers test-arm64 demo clean check-system
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 check-system:
 	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -38,7 +39,7 @@ $(RUNNER): .venv/.installed $(wildcard android_runner/CMakeLists.txt android_run
 	sh android_runner/fetch_headers.sh build/ort-headers
 	cmake -S android_runner -B build/runner -DCMAKE_BUILD_TYPE=Release --log-level=WARNING \
 	  -DMEKI_ORT_HEADERS=$(abspath build/ort-headers) \
-	  -DMEKI_JSON_INCLUDE=$$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / "include")')
+	  -DMEKI_JSON_INCLUDE="$(JSON_INCLUDE)"
 	cmake --build build/runner --parallel $(JOBS) --target meki-runner
 	@touch $@
 
@@ -46,6 +47,12 @@ test: runner ## run the test suite (C++ and Python)
 	cmake --build build/runner --parallel $(JOBS)
 	ctest --test-dir build/runner --output-on-failure
 	$(BIN)/python -m pytest
+
+test-sanitizers: runner ## run the C++ tests with ASan, UBSan and TSan
+	JOBS=$(JOBS) sh android_runner/test_sanitizers.sh build "$(JSON_INCLUDE)"
+
+test-arm64: runner ## cross-compile the harness for 64-bit Arm and test it under qemu
+	JOBS=$(JOBS) sh android_runner/test_arm64.sh build $(abspath $(BIN)/python) "$(JSON_INCLUDE)"
 
 clean: ## remove build/ (keeps .venv)
 	rm -rf build

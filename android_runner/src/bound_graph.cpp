@@ -6,11 +6,13 @@
 
 namespace meki {
 
-BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::unique_ptr<Graph> graph, KvCache& cache)
+BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::unique_ptr<Graph> graph, KvCache& cache,
+                       MemoryStates& states)
     : spec_(spec),
       file_(file),
       num_tokens_(file.num_tokens),
       cache_(cache),
+      states_(states),
       embeds_(file.input("input_embeds").num_elements()),
       mask_(file.input("attention_mask").num_elements()),
       cos_(file.input("position_cos").num_elements()),
@@ -26,9 +28,9 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::unique
     graph_->bind_input(file.input("position_cos"), cos_.data());
     graph_->bind_input(file.input("position_sin"), sin_.data());
     graph_->bind_output(file.output("logits"), logits_.data());
-    for (std::vector<Buffer<float>>& slot : rows_) {
-        for (std::size_t rom = 0; rom < spec.roms.size(); ++rom) {
-            slot.emplace_back(file.input("memory_rows", rom).num_elements());
+    for (std::vector<RowTensor>& slot : rows_) {
+        for (const RowFile& rom : spec.roms) {
+            slot.emplace_back(RowTensor::Shape{num_tokens_, rom.rows_per_token, rom.row_dim}, spec.mask_value);
         }
     }
     use_row_slot(0);
@@ -39,6 +41,11 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::unique
         const TensorSpec& value = file.output("present_value", layer);
         graph_->bind_output(key, present_keys_.emplace_back(key.num_elements()).data());
         graph_->bind_output(value, present_values_.emplace_back(value.num_elements()).data());
+    }
+    for (std::size_t index = 0; index < spec.memory_states.size(); ++index) {
+        graph_->bind_input(file.input("memory_state", index), states.state(index));
+        const TensorSpec& present = file.output("present_memory_state", index);
+        graph_->bind_output(present, present_states_.emplace_back(present.num_elements()).data());
     }
 }
 
@@ -66,13 +73,19 @@ void BoundGraph::use_row_slot(std::size_t slot) {
     }
     row_slot_ = slot;
     for (std::size_t rom = 0; rom < spec_.roms.size(); ++rom) {
-        graph_->bind_input(file_.input("memory_rows", rom), rows(rom, slot));
+        graph_->bind_input(file_.input("memory_rows", rom), rows(rom, slot).rows());
+        if (spec_.roms[rom].masked()) {
+            graph_->bind_input(file_.input("memory_mask", rom), rows(rom, slot).mask());
+        }
     }
 }
 
 void BoundGraph::write_back(std::size_t count, std::size_t position) {
     for (std::size_t layer = 0; layer < present_keys_.size(); ++layer) {
         cache_.write(layer, present_keys_[layer].data(), present_values_[layer].data(), num_tokens_, count, position);
+    }
+    for (std::size_t index = 0; index < present_states_.size(); ++index) {
+        states_.shift(index, present_states_[index].data(), count);
     }
 }
 

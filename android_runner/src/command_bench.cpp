@@ -4,6 +4,7 @@
 #include "backend_ort.h"
 #include "clock.h"
 #include "commands.h"
+#include "cores.h"
 #include "error.h"
 #include "generator.h"
 #include "id_file.h"
@@ -102,8 +103,10 @@ void bench(const BenchOptions& options) {
     const Ids trace = read_ids(options.trace_file);
     OutputFile output(run.output);
     const std::string ort_version = load_ort(run.ort_library);
+    const std::vector<int> cores = run_on(run.big_cores ? big_cores(cpu_directory) : std::vector<int>());
     OrtCpuBackend backend(run.threads);
-    Generator generator(run.bundle, backend, run.io, options.prompt_tokens > 1 || options.depth > 1);
+    const bool with_prefill = options.prompt_tokens > 1 || options.depth > 1;
+    Generator generator(run.bundle, backend, {run.io, run.row_cache_bytes}, with_prefill);
     check_lengths(options, trace.size(), generator.spec().context_length);
     const std::uint64_t load_us = now_us();
 
@@ -117,9 +120,9 @@ void bench(const BenchOptions& options) {
     if (options.generate_tokens > 0) {
         tests.push_back(bench.decode(sampled));
     }
-    output.commit(to_json(Report{"bench", backend.name(), ort_version, run.threads, name_of(run.io),
-                                 run.drop_page_cache, load_us, generator.rom_bytes_per_row(), std::move(tests),
-                                 bench.prompt(), std::move(sampled)}));
+    output.commit(to_json(Report{"bench", backend.name(), ort_version, run.threads, cores, name_of(run.io),
+                                 run.drop_page_cache, run.row_cache_bytes, load_us, generator.rom_bytes_per_token(),
+                                 std::move(tests), bench.prompt(), std::move(sampled)}));
 }
 
 }  // namespace meki

@@ -4,6 +4,7 @@
 #include "backend_ort.h"
 #include "clock.h"
 #include "commands.h"
+#include "cores.h"
 #include "error.h"
 #include "generator.h"
 #include "id_file.h"
@@ -26,8 +27,9 @@ void generate(const GenerateOptions& options) {
     const std::vector<std::uint32_t> prompt = read_ids(options.prompt_file);
     OutputFile output(run.output);
     const std::string ort_version = load_ort(run.ort_library);
+    const std::vector<int> cores = run_on(run.big_cores ? big_cores(cpu_directory) : std::vector<int>());
     OrtCpuBackend backend(run.threads);
-    Generator generator(run.bundle, backend, run.io, prompt.size() > 1);
+    Generator generator(run.bundle, backend, {run.io, run.row_cache_bytes}, prompt.size() > 1);
     const std::size_t context = generator.spec().context_length;
     if (prompt.size() > context || options.max_new_tokens - 1 > context - prompt.size()) {
         throw Error("a prompt of " + std::to_string(prompt.size()) + " tokens and " +
@@ -62,8 +64,8 @@ void generate(const GenerateOptions& options) {
         generator.decode(id, test->steps);
     }
 
-    output.commit(to_json(Report{"generate", backend.name(), ort_version, run.threads, name_of(run.io),
-                                 run.drop_page_cache, load_us, generator.rom_bytes_per_row(),
+    output.commit(to_json(Report{"generate", backend.name(), ort_version, run.threads, cores, name_of(run.io),
+                                 run.drop_page_cache, run.row_cache_bytes, load_us, generator.rom_bytes_per_token(),
                                  {std::move(prompt_test), std::move(generate_test)}, prompt, std::move(generated)}));
 }
 

@@ -1,4 +1,4 @@
-// The three things that the program does.
+// What the program does.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,10 @@ struct RunOptions {
     std::string bundle;
     std::string ort_library;
     int threads;
+    bool big_cores;  // only those, where a phone's cores differ
     IoMode io;
     bool drop_page_cache;
+    std::uint64_t row_cache_bytes;
     std::string output;
 };
 
@@ -53,7 +55,11 @@ void generate(const GenerateOptions& options);
 // not timed, and feeds the next `prompt_tokens` or `generate_tokens` ones.
 void bench(const BenchOptions& options);
 
-// Writes dequantized rows to stdout, little-endian float32.
+// Writes dequantized rows to stdout, by row id: little-endian float32.
 void rows(const RowsOptions& options);
+
+// Writes to stdout what each token of a text needs: the numbers of rows, int64 [T], then the dequantized
+// rows, float32 [T, rows_per_token, row_dim] with zeros for those that a token does not have.
+void fetch(const RowsOptions& options);
 
 }  // namespace meki

@@ -1,6 +1,7 @@
 #include "generator.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "clock.h"
@@ -13,65 +14,86 @@ namespace {
 
 constexpr const char* fix = "make the bundle again with `meki-edge pack`";
 
-std::unique_ptr<RowReader> open_rows(const std::string& bundle, const RowFile& file, const GraphSpec& spec, IoMode io) {
+// A file of rows, which must be what the graphs take.
+RomFile open_rows(const std::string& bundle, const RowFile& file, const GraphSpec& spec) {
     RomFile rom(bundle + "/" + file.file);
-    if (rom.num_rows() != spec.vocab_size || rom.row_dim() != file.row_dim) {
-        throw Error("the file has " + std::to_string(rom.num_rows()) + " rows of " + std::to_string(rom.row_dim()) +
-                        " elements, the graph needs " + std::to_string(spec.vocab_size) + " of " +
-                        std::to_string(file.row_dim),
-                    rom.file().path(), fix);
+    const Address& address = rom.address();
+    const auto fail = [&](const std::string& found, const std::string& needed) {
+        throw Error("the file has " + found + ", the graph needs " + needed, rom.file().path(), fix);
+    };
+    if (address.kind() != file.addressing) {
+        fail(std::string("the addressing ") + address.kind(), file.addressing);
     }
-    return open_reader(std::move(rom), io);
+    if (address.num_tokens() != spec.vocab_size || rom.row_dim() != file.row_dim) {
+        fail("rows of " + std::to_string(rom.row_dim()) + " elements for " + std::to_string(address.num_tokens()) +
+                 " tokens",
+             std::to_string(file.row_dim) + " for " + std::to_string(spec.vocab_size));
+    }
+    const std::size_t rows_per_token = address.rows_per_token();
+    if (file.masked() ? rows_per_token > file.rows_per_token : rows_per_token != file.rows_per_token) {
+        fail("up to " + std::to_string(rows_per_token) + " rows a token", std::to_string(file.rows_per_token));
+    }
+    return rom;
 }
+
+// The most bytes that a token's rows have.
+std::size_t bytes_per_token(const RomFile& rom) { return rom.row_stride() * rom.address().rows_per_token(); }
 
 }  // namespace
 
-Generator::Generator(const std::string& bundle, Backend& backend, IoMode io, bool with_prefill)
+Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& io, bool with_prefill)
     : spec_(read_graph_spec(bundle + "/graph_spec.json")),
       // Mapped: this thread copies its rows itself, and the hot ones stay in memory.
-      embedding_(open_rows(bundle, spec_.embedding, spec_, IoMode::mmap)),
-      cache_(spec_) {
+      embedding_(open_reader(open_rows(bundle, spec_.embedding, spec_), IoMode::mmap)),
+      cache_(spec_),
+      states_(spec_) {
+    sequence_.reserve(spec_.context_length);
     const auto load = [&](const GraphFile& file) {
-        return std::make_unique<BoundGraph>(spec_, file, backend.load(bundle + "/" + file.file), cache_);
+        return std::make_unique<BoundGraph>(spec_, file, backend.load(bundle + "/" + file.file), cache_, states_);
     };
     decode_ = load(spec_.decode);
     if (with_prefill) {
         prefill_ = load(spec_.prefill);
     }
+    std::vector<RomFile> roms;
+    std::size_t total_bytes = 0;
     for (const RowFile& file : spec_.roms) {
-        std::unique_ptr<RowReader> reader = open_rows(bundle, file, spec_, io);
-        if (reader->rom().tokenizer_sha256() != embedding_->rom().tokenizer_sha256()) {
-            throw Error("the ROM file was made for another tokenizer than the embedding", reader->rom().file().path(),
-                        fix);
+        const RomFile& rom = roms.emplace_back(open_rows(bundle, file, spec_));
+        if (rom.tokenizer_sha256() != embedding_->rom().tokenizer_sha256()) {
+            throw Error("the ROM file was made for another tokenizer than the embedding", rom.file().path(), fix);
         }
+        total_bytes += bytes_per_token(rom);
+    }
+    for (RomFile& rom : roms) {
+        const double share = static_cast<double>(bytes_per_token(rom)) / static_cast<double>(total_bytes);
+        const auto cache_bytes = static_cast<std::uint64_t>(std::ceil(static_cast<double>(io.cache_bytes) * share));
+        std::unique_ptr<RowReader> reader = open_reader(std::move(rom), io.mode, cache_bytes);
         fetchers_.push_back(std::make_unique<RowFetcher>(std::move(reader), spec_.prefill.num_tokens));
     }
 }
 
-std::size_t Generator::rom_bytes_per_row() const {
+std::size_t Generator::rom_bytes_per_token() const {
     std::size_t bytes = 0;
     for (const auto& fetcher : fetchers_) {
-        bytes += fetcher->reader().rom().row_stride();
+        bytes += bytes_per_token(fetcher->reader().rom());
     }
     return bytes;
 }
 
 void Generator::prefill(const std::vector<std::uint32_t>& ids, std::vector<Step>& steps) {
-    check(ids.data(), ids.size());
-    const std::uint32_t* next = ids.data();
-    const std::uint32_t* const end = next + ids.size();
-    if (next == end) {
+    if (ids.empty()) {
         return;
     }
+    append(ids.data(), ids.size());
     std::uint64_t start_us = now_us();
-    Chunk chunk = make_chunk(next, ids.size(), 0);
+    Chunk chunk = make_chunk(length_, 0);
     submit(chunk);
     while (true) {
-        next += chunk.count;
-        const bool last = next == end;
+        const std::size_t next = chunk.position + chunk.count;
+        const bool last = next == sequence_.size();
         Chunk following{};
         if (!last) {  // its rows arrive while this chunk runs
-            following = make_chunk(next, static_cast<std::size_t>(end - next), 1 - chunk.row_slot);
+            following = make_chunk(next, 1 - chunk.row_slot);
             submit(following);
         }
         run(chunk, start_us, steps);
@@ -85,8 +107,8 @@ void Generator::prefill(const std::vector<std::uint32_t>& ids, std::vector<Step>
 
 void Generator::decode(std::uint32_t id, std::vector<Step>& steps) {
     const std::uint64_t start_us = now_us();
-    check(&id, 1);
-    const Chunk chunk{decode_.get(), &id, 1, 0};
+    append(&id, 1);
+    const Chunk chunk{decode_.get(), length_, 1, 0};
     submit(chunk);
     run(chunk, start_us, steps);
 }
@@ -94,6 +116,8 @@ void Generator::decode(std::uint32_t id, std::vector<Step>& steps) {
 void Generator::reset() {
     pending_.reset();
     cache_.clear();
+    states_.clear();
+    sequence_.clear();
     length_ = 0;
 }
 
@@ -103,7 +127,7 @@ void Generator::drop_page_cache() {
     }
 }
 
-void Generator::check(const std::uint32_t* ids, std::size_t count) const {
+void Generator::append(const std::uint32_t* ids, std::size_t count) {
     if (count > spec_.context_length - length_) {
         throw Error(std::to_string(length_ + count) + " tokens do not fit the context of " +
                         std::to_string(spec_.context_length),
@@ -116,17 +140,19 @@ void Generator::check(const std::uint32_t* ids, std::size_t count) const {
                         "token ids", "encode the text with the bundle's tokenizer.json");
         }
     }
+    sequence_.insert(sequence_.end(), ids, ids + count);
 }
 
 // The most tokens that one run takes. A single one is cheaper in the decode graph than padded.
-Generator::Chunk Generator::make_chunk(const std::uint32_t* ids, std::size_t remaining, std::size_t row_slot) {
+Generator::Chunk Generator::make_chunk(std::size_t position, std::size_t row_slot) {
+    const std::size_t remaining = sequence_.size() - position;
     BoundGraph* graph = remaining > 1 && prefill_ ? prefill_.get() : decode_.get();
-    return {graph, ids, std::min(remaining, graph->num_tokens()), row_slot};
+    return {graph, position, std::min(remaining, graph->num_tokens()), row_slot};
 }
 
 void Generator::submit(const Chunk& chunk) {
     for (std::size_t rom = 0; rom < fetchers_.size(); ++rom) {
-        fetchers_[rom]->submit(chunk.ids, chunk.count, chunk.graph->rows(rom, chunk.row_slot));
+        fetchers_[rom]->submit(sequence_.data(), chunk.position, chunk.count, chunk.graph->rows(rom, chunk.row_slot));
     }
 }
 
@@ -136,18 +162,15 @@ void Generator::run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step
     write_back();
     const std::size_t hidden_size = spec_.hidden_size;
     for (std::size_t i = 0; i < chunk.count; ++i) {
-        embedding_->read(chunk.ids[i], graph.embeds() + i * hidden_size);
+        embedding_->read({sequence_[chunk.position + i], 1}, graph.embeds() + i * hidden_size);
     }
     // Padding tokens come after the real ones, which therefore never see them.
     std::fill(graph.embeds() + chunk.count * hidden_size, graph.embeds() + graph.num_tokens() * hidden_size, 0.0f);
     graph.set_position(length_);
     graph.use_row_slot(chunk.row_slot);
     FetchStats fetched;
-    for (std::size_t rom = 0; rom < fetchers_.size(); ++rom) {
-        const std::size_t row_dim = spec_.roms[rom].row_dim;
-        float* rows = graph.rows(rom, chunk.row_slot);
-        std::fill(rows + chunk.count * row_dim, rows + graph.num_tokens() * row_dim, 0.0f);
-        fetched += fetchers_[rom]->wait();
+    for (const auto& fetcher : fetchers_) {
+        fetched += fetcher->wait();
     }
     const std::uint64_t run_start_us = now_us();
     graph.run();

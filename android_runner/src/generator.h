@@ -1,8 +1,8 @@
 // Runs the model over tokens: prefill in chunks, decode one by one, rows fetched behind other work.
 //
-// A step submits its tokens' ids to the reader threads first, then does what needs no rows — writes
-// the last step's keys and values into the cache, copies the embeddings, fills mask and angles — and
-// only then waits for the rows and runs the graph.
+// A step submits its tokens to the reader threads first (one a ROM file), then does what needs no rows
+// — writes the last step's keys, values and states where they are kept, copies the embeddings, fills
+// mask and angles — and only then waits for the rows and runs the graph.
 #pragma once
 
 #include <cstddef>
@@ -16,25 +16,33 @@
 #include "bound_graph.h"
 #include "graph_spec.h"
 #include "kv_cache.h"
+#include "memory_states.h"
 #include "row_fetcher.h"
 #include "row_reader.h"
 #include "stats.h"
 
 namespace meki {
 
+// How the rows of the ROM files are read.
+struct RowIo {
+    IoMode mode;
+    // Memory for rows that are wanted again, shared by the files as their bytes a token are.
+    std::uint64_t cache_bytes;
+};
+
 class Generator {
 public:
     // Opens a bundle directory. The prefill graph is loaded only if `with_prefill`; without it,
     // `prefill` runs token by token. Throws Error if the bundle's files do not belong together.
-    Generator(const std::string& bundle, Backend& backend, IoMode io, bool with_prefill);
+    Generator(const std::string& bundle, Backend& backend, const RowIo& io, bool with_prefill);
 
     const GraphSpec& spec() const { return spec_; }
     // Tokens fed since the last reset.
     std::size_t length() const { return length_; }
     // What the last token fed predicts: [vocab_size], valid until the next step.
     const float* logits() const { return logits_; }
-    // Bytes from row to row in the ROM files, added up.
-    std::size_t rom_bytes_per_row() const;
+    // Bytes from row to row in the ROM files, times the most rows that a token needs, added up.
+    std::size_t rom_bytes_per_token() const;
 
     // Feed tokens. Throw Error if the context is full or an id is out of range, and Interrupted
     // between steps after a signal. Each appends its steps to `steps`, ended when the graph ended.
@@ -49,7 +57,7 @@ private:
     // Consecutive tokens for one run of one graph, and the buffers that their rows go to.
     struct Chunk {
         BoundGraph* graph;
-        const std::uint32_t* ids;
+        std::size_t position;
         std::size_t count;
         std::size_t row_slot;
     };
@@ -59,8 +67,9 @@ private:
         std::size_t position;
     };
 
-    void check(const std::uint32_t* ids, std::size_t count) const;
-    Chunk make_chunk(const std::uint32_t* ids, std::size_t remaining, std::size_t row_slot);
+    // Appends tokens to the sequence; they are fed by the chunks that follow.
+    void append(const std::uint32_t* ids, std::size_t count);
+    Chunk make_chunk(std::size_t position, std::size_t row_slot);
     void submit(const Chunk& chunk);
     void run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step>& steps);
     void write_back();
@@ -68,8 +77,12 @@ private:
     GraphSpec spec_;
     std::unique_ptr<RowReader> embedding_;
     KvCache cache_;
+    MemoryStates states_;
     std::unique_ptr<BoundGraph> prefill_;
     std::unique_ptr<BoundGraph> decode_;
+    // All tokens so far, of which `length_` were fed. Addresses look back into it, from the reader threads
+    // too: it never moves.
+    std::vector<std::uint32_t> sequence_;
     std::size_t length_ = 0;
     std::optional<Pending> pending_;
     const float* logits_ = nullptr;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 
+#include "address.h"
 #include "file.h"
 #include "strict_json.h"
 
@@ -60,10 +61,13 @@ GraphFile parse_graph(const JsonObject& object) {
 
 RowFile parse_row_file(const JsonObject& object) {
     object.allow_only({"file", "row_dim", "addressing", "rows_per_token"});
-    if (object.text("addressing") != "identity") {
-        object.fail("unknown addressing '" + object.text("addressing") + "'");
+    RowFile file{object.text("file"), size_at(object, "row_dim"), object.text("addressing"),
+                 size_at(object, "rows_per_token")};
+    const auto known = {IdentityAddress::name, RaggedAddress::name, NgramHashAddress::name};
+    if (std::find(known.begin(), known.end(), file.addressing) == known.end()) {
+        object.fail("unknown addressing '" + file.addressing + "'");
     }
-    return {object.text("file"), size_at(object, "row_dim")};
+    return file;
 }
 
 using Shape = std::vector<std::int64_t>;
@@ -108,12 +112,38 @@ void check_count(const std::vector<TensorSpec>& tensors, std::size_t expected, c
     }
 }
 
+std::int64_t size(std::size_t value) { return static_cast<std::int64_t>(value); }
+
+// The graph input that takes a ROM file's rows for `tokens` tokens.
+Shape rows_shape(const RowFile& rom, std::int64_t tokens) {
+    if (rom.masked()) {
+        return {1, tokens, size(rom.rows_per_token), size(rom.row_dim)};
+    }
+    return {1, tokens, size(rom.rows_per_token * rom.row_dim)};
+}
+
+// The states of the memories, as `graph` lists them; `check` compares both graphs with them.
+std::vector<StateShape> find_states(const GraphFile& graph, const JsonObject& object) {
+    std::vector<StateShape> states;
+    for (const TensorSpec* tensor; (tensor = find(graph.inputs, "memory_state", states.size())) != nullptr;) {
+        const Shape& shape = tensor->shape;
+        if (shape.size() != 3 || shape[0] != 1 || shape[1] < 1 || shape[2] < 1) {
+            object.fail("the input memory_state[" + std::to_string(states.size()) + "] has shape " + quote(shape) +
+                        ", expected [1, length, dim]");
+        }
+        states.push_back({static_cast<std::size_t>(shape[1]), static_cast<std::size_t>(shape[2])});
+    }
+    return states;
+}
+
 void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& object) {
-    const auto size = [](std::size_t value) { return static_cast<std::int64_t>(value); };
     const std::int64_t tokens = size(graph.num_tokens), context = size(spec.context_length);
     const std::int64_t heads = size(spec.num_key_value_heads), head_dim = size(spec.head_dim);
-    check_count(graph.inputs, 4 + spec.roms.size() + 2 * spec.num_hidden_layers, object, "input");
-    check_count(graph.outputs, 1 + 2 * spec.num_hidden_layers, object, "output");
+    const auto num_masks = static_cast<std::size_t>(
+        std::count_if(spec.roms.begin(), spec.roms.end(), [](const RowFile& rom) { return rom.masked(); }));
+    const std::size_t num_kept = 2 * spec.num_hidden_layers + spec.memory_states.size();
+    check_count(graph.inputs, 4 + spec.roms.size() + num_masks + num_kept, object, "input");
+    check_count(graph.outputs, 1 + num_kept, object, "output");
     std::vector<Expected> inputs = {
         {"input_embeds", 0, {1, tokens, size(spec.hidden_size)}},
         // Added to the scores: 0 or mask_value; the cache's slots first, then the new tokens.
@@ -122,13 +152,21 @@ void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& obje
         {"position_sin", 0, {1, tokens, head_dim / 2}},
     };
     for (std::size_t rom = 0; rom < spec.roms.size(); ++rom) {
-        inputs.push_back({"memory_rows", rom, {1, tokens, size(spec.roms[rom].row_dim)}});
+        inputs.push_back({"memory_rows", rom, rows_shape(spec.roms[rom], tokens)});
+        if (spec.roms[rom].masked()) {  // 0 for a token's own rows, mask_value for the others
+            inputs.push_back({"memory_mask", rom, {1, tokens, size(spec.roms[rom].rows_per_token)}});
+        }
     }
     std::vector<Expected> outputs = {{"logits", 0, {1, tokens, size(spec.vocab_size)}}};
+    for (std::size_t index = 0; index < spec.memory_states.size(); ++index) {
+        const auto [length, dim] = spec.memory_states[index];
+        inputs.push_back({"memory_state", index, {1, size(length), size(dim)}});
+        outputs.push_back({"present_memory_state", index, {1, tokens, size(dim)}});
+    }
     for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
         inputs.push_back({"past_key", layer, {1, heads, head_dim, context}});  // transposed
         inputs.push_back({"past_value", layer, {1, heads, context, head_dim}});
-        // The new tokens only: the caller writes them into the cache.
+        // As the new states, the new tokens only: the caller writes them where they are kept.
         outputs.push_back({"present_key", layer, {1, heads, head_dim, tokens}});
         outputs.push_back({"present_value", layer, {1, heads, tokens, head_dim}});
     }
@@ -145,6 +183,8 @@ std::size_t TensorSpec::num_elements() const {
     }
     return product;
 }
+
+bool RowFile::masked() const { return addressing == RaggedAddress::name; }
 
 const TensorSpec& GraphFile::input(const std::string& role, std::size_t index) const {
     const TensorSpec* found = find(inputs, role, index);
@@ -178,16 +218,21 @@ GraphSpec read_graph_spec(const std::string& path) {
                    parse_graph(root.object("prefill")),
                    parse_graph(root.object("decode")),
                    parse_row_file(root.object("embedding")),
+                   {},
                    {}};
     for (const Json& value : root.list("roms")) {
         const std::string where = path + ": roms[" + std::to_string(spec.roms.size()) + "]";
         spec.roms.push_back(parse_row_file({value, where, fix}));
     }
+    spec.memory_states = find_states(spec.decode, root.object("decode"));
     if (!(spec.rope_theta > 0)) {
         root.fail("'rope_theta' is not positive");
     }
     if (spec.decode.num_tokens != 1) {
         root.fail("the decode graph takes " + std::to_string(spec.decode.num_tokens) + " tokens a call, not 1");
+    }
+    if (spec.embedding.addressing != IdentityAddress::name || spec.embedding.rows_per_token != 1) {
+        root.fail("the embedding is not addressed by 'identity', with one row a token");
     }
     if (spec.embedding.row_dim != spec.hidden_size) {
         root.fail("the embedding has " + std::to_string(spec.embedding.row_dim) + " elements a row, hidden_size is " +

@@ -1,6 +1,7 @@
 // graph_spec.json: what every input and output of the exported graphs is.
 //
-// T is a graph's num_tokens, C the context_length, KV num_key_value_heads, D head_dim. The roles and
+// T is a graph's num_tokens, C the context_length, KV num_key_value_heads, D head_dim, K the
+// rows_per_token of a ROM file. The roles and
 // their shapes are listed at `check` in graph_spec.cpp; nobody parses tensor names.
 #pragma once
 
@@ -15,7 +16,7 @@ struct TensorSpec {
     std::string name;
     std::string role;
     std::vector<std::int64_t> shape;
-    std::size_t index;  // the layer, or the ROM file
+    std::size_t index;  // the layer, the ROM file or the memory state
 
     std::size_t num_elements() const;
 };
@@ -30,10 +31,21 @@ struct GraphFile {
     const TensorSpec& output(const std::string& role, std::size_t index = 0) const;
 };
 
-// A ROM file that feeds a graph input by token id.
+// A ROM file that feeds a graph input by token id. A ragged one may have fewer than `rows_per_token`.
 struct RowFile {
     std::string file;
     std::size_t row_dim;
+    std::string addressing;
+    std::size_t rows_per_token;
+
+    // Whether a graph is told how many rows a token has.
+    bool masked() const;
+};
+
+// The last `length` inputs of `dim` elements that a memory keeps.
+struct StateShape {
+    std::size_t length;
+    std::size_t dim;
 };
 
 struct GraphSpec {
@@ -49,6 +61,7 @@ struct GraphSpec {
     GraphFile decode;
     RowFile embedding;
     std::vector<RowFile> roms;
+    std::vector<StateShape> memory_states;
 };
 
 // Throws Error if the file is missing, is not such a spec, or its tensors do not fit its sizes.

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "rom_address.h"
 #include "strict_json.h"
 
 namespace meki {
@@ -13,6 +14,14 @@ namespace {
 constexpr std::uint64_t max_header_bytes = 100'000'000;  // the safetensors library's own limit
 constexpr std::uint64_t max_row_stride = std::uint64_t{1} << 30;
 constexpr const char* fix = "copy the file again, or regenerate it with `meki-edge reparam` or `meki-edge export`";
+
+// Bytes of an element of the dtypes that a ROM file may hold; 0 for all others.
+std::uint64_t element_bytes(const std::string& dtype) {
+    if (dtype == "U8") {
+        return 1;
+    }
+    return dtype == "I32" ? 4 : dtype == "I64" ? 8 : 0;
+}
 
 bool comes_after(std::int64_t layer, std::int64_t memory, const Segment& other) {
     return layer != other.layer ? layer > other.layer : memory > other.memory;
@@ -42,17 +51,29 @@ void RomFile::parse_header(const std::string& header, std::uint64_t header_end) 
     if (!root.has("__metadata__")) {
         fail("not a ROM file: the header has no '__metadata__'");
     }
-    parse_metadata(root.object("__metadata__"));
+    const JsonObject metadata = root.object("__metadata__");
+    for (const auto& [key, unused] : root.at("__metadata__").items()) {
+        metadata.text(key.c_str());  // safetensors: strings only
+    }
+    check_metadata(metadata);
+    Tensors tensors;
+    std::uint64_t end = header_end;
     for (const auto& [name, unused] : parsed.items()) {
-        if (name != "__metadata__" && name != "rows") {
-            fail("the file holds other tensors than 'rows': " + name);
+        if (name != "__metadata__") {
+            end = std::max(end, tensors.emplace(name, parse_tensor(name, root.object(name.c_str()), header_end))
+                                    .first->second.end);
         }
     }
-    parse_rows(root.object("rows"), header_end);
-    parse_segments(root.object("__metadata__").text("segments"));
+    if (end != file_.size()) {
+        fail("the tensors end at byte " + std::to_string(end) + " but the file has " + std::to_string(file_.size()));
+    }
+    parse_rows(tensors);
+    parse_segments(metadata.text("segments"));
+    parse_address(metadata, tensors);
+    tokenizer_sha256_ = metadata.text("tokenizer_sha256");
 }
 
-void RomFile::parse_metadata(const JsonObject& metadata) {
+void RomFile::check_metadata(const JsonObject& metadata) const {
     if (!metadata.has("format") || metadata.text("format") != "meki-edge-rom") {
         fail("not a ROM file: format is " + (metadata.has("format") ? "'" + metadata.text("format") + "'" : "absent") +
              ", not 'meki-edge-rom'");
@@ -65,44 +86,68 @@ void RomFile::parse_metadata(const JsonObject& metadata) {
     if (metadata.text("version") != "1") {
         fail("ROM version '" + metadata.text("version") + "', this reader knows 1");
     }
-    if (metadata.text("addressing") != "identity") {
-        fail("unknown addressing '" + metadata.text("addressing") + "'");
-    }
-    tokenizer_sha256_ = metadata.text("tokenizer_sha256");
 }
 
-void RomFile::parse_rows(const JsonObject& rows, std::uint64_t header_end) {
-    rows.allow_only({"dtype", "shape", "data_offsets"});
-    if (rows.text("dtype") != "U8") {
-        fail("the tensor 'rows' is " + rows.text("dtype") + ", not U8");
-    }
-    const auto pair = [&](const char* key, const char* meaning) {
-        const Json& list = rows.list(key);
-        if (list.size() != 2 || !list[0].is_number_unsigned() || !list[1].is_number_unsigned()) {
-            fail(std::string("the tensor 'rows' has ") + key + " " + list.dump() + ", not " + meaning);
+RomFile::Tensor RomFile::parse_tensor(const std::string& name, const JsonObject& object,
+                                      std::uint64_t header_end) const {
+    const auto sizes = [&](const char* key) {
+        std::vector<std::uint64_t> parsed;
+        for (const Json& value : object.list(key)) {
+            if (!value.is_number_unsigned()) {
+                fail("the tensor '" + name + "' has " + key + " " + object.list(key).dump() + ", not sizes");
+            }
+            parsed.push_back(value.get<std::uint64_t>());
         }
-        return std::make_pair(list[0].get<std::uint64_t>(), list[1].get<std::uint64_t>());
+        return parsed;
     };
-    const auto [num_rows, row_stride] = pair("shape", "[num_rows, row_stride]");
-    const auto [begin, end] = pair("data_offsets", "[begin, end]");
-    if (num_rows == 0 || row_stride == 0 || row_stride > max_row_stride) {
-        fail("the tensor 'rows' has shape " + rows.list("shape").dump() + ": it needs a row, and rows of 1 to " +
-             std::to_string(max_row_stride) + " bytes");
+    Tensor tensor{object.text("dtype"), sizes("shape"), 0, 0};
+    std::uint64_t num_bytes = element_bytes(tensor.dtype);
+    if (num_bytes == 0) {
+        fail("the tensor '" + name + "' is " + tensor.dtype + ", which no ROM file has");
     }
-    if (end < begin || num_rows > (end - begin) / row_stride || num_rows * row_stride != end - begin) {
-        fail("the tensor 'rows' of shape " + rows.list("shape").dump() + " does not fit its byte range " +
-             rows.list("data_offsets").dump());
+    const std::vector<std::uint64_t> offsets = sizes("data_offsets");
+    bool fits = offsets.size() == 2 && offsets[0] <= offsets[1];
+    for (const std::uint64_t size : tensor.shape) {
+        fits = fits && (num_bytes == 0 || size <= UINT64_MAX / num_bytes);
+        num_bytes *= size;
     }
-    if (end != file_.size() - header_end) {
-        fail("the rows end at byte " + std::to_string(end) + " of the data but the file holds " +
-             std::to_string(file_.size() - header_end));
+    if (!fits || offsets[1] - offsets[0] != num_bytes) {
+        fail("the tensor '" + name + "' of shape " + object.list("shape").dump() + " does not fit its byte range " +
+             object.list("data_offsets").dump());
     }
-    num_rows_ = num_rows;
-    row_stride_ = static_cast<std::size_t>(row_stride);
-    data_start_ = header_end + begin;
+    if (offsets[1] > file_.size() - header_end) {
+        fail("the tensor '" + name + "' ends at byte " + std::to_string(offsets[1]) +
+             " of the data but the file holds " + std::to_string(file_.size() - header_end));
+    }
+    tensor.begin = header_end + offsets[0];
+    tensor.end = header_end + offsets[1];
+    return tensor;
+}
+
+void RomFile::parse_rows(const Tensors& tensors) {
+    const auto found = tensors.find("rows");
+    if (found == tensors.end()) {
+        fail("the tensor 'rows' is missing");
+    }
+    const Tensor& rows = found->second;
+    if (rows.dtype != "U8") {
+        fail("the tensor 'rows' is " + rows.dtype + ", not U8");
+    }
+    if (rows.shape.size() != 2 || rows.shape[0] == 0 || rows.shape[1] == 0 || rows.shape[1] > max_row_stride) {
+        fail("the tensor 'rows' has shape " + Json(rows.shape).dump() + ", not [num_rows, row_stride]: it needs a row, "
+             "and rows of 1 to " + std::to_string(max_row_stride) + " bytes");
+    }
+    num_rows_ = rows.shape[0];
+    row_stride_ = static_cast<std::size_t>(rows.shape[1]);
+    data_start_ = rows.begin;
     if (data_start_ % page_bytes != 0) {
         fail("the rows start at byte " + std::to_string(data_start_) + ", which is not a multiple of " +
              std::to_string(page_bytes));
+    }
+    for (const auto& [name, tensor] : tensors) {
+        if (&tensor != &rows && tensor.begin < rows.end) {
+            fail("the rows are not the first tensor: '" + name + "' begins before they end");
+        }
     }
 }
 
@@ -141,6 +186,62 @@ void RomFile::parse_segments(const std::string& text) {
         row_dim_ += segment.dim;
         segments_.push_back(segment);
     }
+}
+
+void RomFile::parse_address(const JsonObject& metadata, const Tensors& tensors) {
+    const std::string kind = metadata.text("addressing");
+    const std::string where = file_.path() + ": addressing_parameters";
+    const Json parsed =
+        parse_json(metadata.has("addressing_parameters") ? metadata.text("addressing_parameters") : "{}", where, fix);
+    const JsonObject parameters(parsed, where, fix);
+    std::string used;
+    if (kind == IdentityAddress::name) {
+        address_ = std::make_unique<IdentityAddress>(num_rows_);
+    } else if (kind == RaggedAddress::name) {
+        used = "offsets";
+        address_ = make_ragged(parameters, read_list<std::int64_t>(tensors, "offsets", "I64"), num_rows_);
+    } else if (kind == NgramHashAddress::name) {
+        used = "token_map";
+        address_ = make_ngram_hash(parameters, read_list<std::int32_t>(tensors, "token_map", "I32"), num_rows_);
+    } else {
+        fail("unknown addressing '" + kind + "'");
+    }
+    for (const auto& [name, unused] : tensors) {
+        if (name != "rows" && name != used) {
+            fail("the file holds a tensor that its addressing has no use for: " + name);
+        }
+    }
+}
+
+template <typename T>
+std::vector<T> RomFile::read_list(const Tensors& tensors, const char* name, const char* dtype) const {
+    const auto found = tensors.find(name);
+    if (found == tensors.end()) {
+        fail(std::string("the tensor '") + name + "' is missing");
+    }
+    const Tensor& tensor = found->second;
+    if (tensor.dtype != dtype || tensor.shape.size() != 1) {
+        fail(std::string("the tensor '") + name + "' is " + tensor.dtype + " of shape " + Json(tensor.shape).dump() +
+             ", not " + dtype + " of one axis");
+    }
+    std::vector<T> elements(static_cast<std::size_t>(tensor.shape[0]));
+    const std::size_t num_bytes = elements.size() * sizeof(T);
+    if (read_at(file_.descriptor(), elements.data(), num_bytes, tensor.begin, file_.path()) < num_bytes) {
+        fail(std::string("the file ends inside the tensor '") + name + "'");
+    }
+    return elements;
+}
+
+std::size_t RomFile::locate(const std::uint32_t* sequence, std::size_t position, RowRun* runs) const {
+    for (std::size_t lag = 0; lag <= std::min(position, address_->history()); ++lag) {
+        const std::uint32_t id = sequence[position - lag];
+        if (id >= address_->num_tokens()) {
+            throw Error("token id " + std::to_string(id) + " has no row: the file has rows for " +
+                            std::to_string(address_->num_tokens()),
+                        file_.path(), "use the tokenizer and the ROM of one model");
+        }
+    }
+    return address_->locate(sequence, position, runs);
 }
 
 const Segment* RomFile::dequantize(const std::uint8_t* row, float* out) const noexcept {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "clock.h"
@@ -14,14 +15,13 @@ FetchStats& FetchStats::operator+=(const FetchStats& other) {
     stall_us += other.stall_us;
     bytes_read += other.bytes_read;
     rows_read += other.rows_read;
+    cache_hits += other.cache_hits;
     return *this;
 }
 
 RowFetcher::RowFetcher(std::unique_ptr<RowReader> reader, std::size_t max_batch)
-    : reader_(std::move(reader)), max_batch_(max_batch) {
-    for (Batch& batch : batches_) {
-        batch.targets.reserve(max_batch);
-    }
+    : reader_(std::move(reader)), max_batch_(max_batch), runs_(reader_->rom().address().runs_per_token()) {
+    targets_.reserve(max_batch * runs_.size());
     thread_ = std::thread([this] { run(); });
 }
 
@@ -34,17 +34,10 @@ RowFetcher::~RowFetcher() {
     thread_.join();
 }
 
-void RowFetcher::submit(const std::uint32_t* ids, std::size_t count, float* out) {
-    assert(count <= max_batch_ && submitted_ - taken_ < max_pending);
+void RowFetcher::submit(const std::uint32_t* sequence, std::size_t position, std::size_t count, RowTensor& out) {
+    assert(count <= max_batch_ && count <= out.shape().num_tokens && submitted_ - taken_ < max_pending);
     // The slot is free: its last batch was waited for, and the reader only looks at submitted ones.
-    Batch& batch = batches_[submitted_ % max_pending];
-    batch.targets.clear();
-    for (std::size_t i = 0; i < count; ++i) {
-        batch.targets.push_back({ids[i], static_cast<std::uint32_t>(i)});
-    }
-    batch.out = out;
-    batch.stats = {};
-    batch.failure = nullptr;
+    batches_[submitted_ % max_pending] = {sequence, position, count, &out, {}, nullptr};
     {
         const std::lock_guard lock(mutex_);
         ++submitted_;
@@ -104,28 +97,48 @@ void RowFetcher::fetch_next(std::unique_lock<std::mutex>& lock) {
 
 void RowFetcher::fetch(Batch& batch) {
     const std::uint64_t begin = now_us();
-    std::vector<Target>& targets = batch.targets;
-    const std::size_t row_dim = reader_->rom().row_dim();
-    if (targets.size() > 1) {
-        std::sort(targets.begin(), targets.end(), [](const Target& a, const Target& b) {
-            return a.id != b.id ? a.id < b.id : a.position < b.position;
+    locate(batch);
+    if (targets_.size() > 1) {
+        std::sort(targets_.begin(), targets_.end(), [](const Target& a, const Target& b) {
+            return std::tie(a.run.first, a.token, a.place) < std::tie(b.run.first, b.token, b.place);
         });
-        for (const Target& target : targets) {
-            reader_->announce(target.id);
+        for (const Target& target : targets_) {
+            reader_->announce(target.run);
         }
     }
-    const float* previous = nullptr;
-    for (std::size_t i = 0; i < targets.size(); ++i) {
-        float* row = batch.out + targets[i].position * row_dim;
-        if (i > 0 && targets[i].id == targets[i - 1].id) {
-            std::memcpy(row, previous, row_dim * sizeof(float));
+    const std::size_t row_dim = reader_->rom().row_dim();
+    const Target* previous = nullptr;
+    const float* previous_rows = nullptr;
+    for (const Target& target : targets_) {
+        float* rows = batch.out->row(target.token, target.place);
+        if (previous != nullptr && target.run.first == previous->run.first) {
+            // The same run: where runs start at the same row, they are one token's.
+            std::memcpy(rows, previous_rows, target.run.count * row_dim * sizeof(float));
         } else {
-            batch.stats.bytes_read += reader_->read(targets[i].id, row);
-            ++batch.stats.rows_read;
+            const std::size_t num_bytes = reader_->read(target.run, rows);
+            batch.stats.bytes_read += num_bytes;
+            (num_bytes > 0 ? batch.stats.rows_read : batch.stats.cache_hits) += target.run.count;
         }
-        previous = row;
+        previous = &target;
+        previous_rows = rows;
     }
     batch.stats.io_us = now_us() - begin;
+}
+
+void RowFetcher::locate(const Batch& batch) {
+    targets_.clear();
+    for (std::size_t token = 0; token < batch.count; ++token) {
+        const std::size_t num_runs = reader_->rom().locate(batch.sequence, batch.position + token, runs_.data());
+        std::size_t place = 0;
+        for (std::size_t i = 0; i < num_runs; ++i) {
+            targets_.push_back({runs_[i], token, place});
+            place += runs_[i].count;
+        }
+        batch.out->set_count(token, place);
+    }
+    for (std::size_t token = batch.count; token < batch.out->shape().num_tokens; ++token) {
+        batch.out->set_count(token, 0);
+    }
 }
 
 }  // namespace meki

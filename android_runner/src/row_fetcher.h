@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "row_reader.h"
+#include "row_tensor.h"
 
 namespace meki {
 
@@ -22,7 +23,8 @@ struct FetchStats {
     std::uint64_t io_us = 0;       // reading and dequantizing
     std::uint64_t stall_us = 0;    // the caller: waiting for rows that were not ready
     std::uint64_t bytes_read = 0;  // asked of the file
-    std::uint64_t rows_read = 0;   // distinct rows
+    std::uint64_t rows_read = 0;   // distinct rows, from the file
+    std::uint64_t cache_hits = 0;  // distinct rows, from memory
 
     FetchStats& operator+=(const FetchStats& other);
 };
@@ -32,15 +34,17 @@ public:
     // Batches that may be under way at once: the one being waited for and the next.
     static constexpr std::size_t max_pending = 2;
 
+    // `max_batch` is the most tokens of a batch.
     RowFetcher(std::unique_ptr<RowReader> reader, std::size_t max_batch);
     // Waits for the batch being read, drops the others.
     ~RowFetcher();
     RowFetcher(const RowFetcher&) = delete;
     RowFetcher& operator=(const RowFetcher&) = delete;
 
-    // Starts fetching rows `ids[0…count)` into `out` [count, row_dim], which the reader thread owns
-    // until the matching `wait`. At most `max_batch` ids and `max_pending` batches.
-    void submit(const std::uint32_t* ids, std::size_t count, float* out);
+    // Starts fetching the rows of the tokens `sequence[position … position + count)` into the first
+    // `count` tokens of `out`; its other tokens get no rows. Until the matching `wait`, `out` is the reader
+    // thread's, and the sequence up to there must stay as it is. At most `max_pending` batches.
+    void submit(const std::uint32_t* sequence, std::size_t position, std::size_t count, RowTensor& out);
 
     // Blocks until the oldest batch that was not waited for is in place. Throws what its reading threw.
     // A batch that the reader thread has not begun — it is not running on a busy machine — is fetched
@@ -51,14 +55,17 @@ public:
     RowReader& reader() { return *reader_; }
 
 private:
-    // Where a row goes: sorted by id, so that the file is read forwards and each row once.
+    // Where consecutive rows go: sorted, so that the file is read forwards and each row once.
     struct Target {
-        std::uint32_t id;
-        std::uint32_t position;
+        RowRun run;
+        std::size_t token;
+        std::size_t place;
     };
     struct Batch {
-        std::vector<Target> targets;
-        float* out = nullptr;
+        const std::uint32_t* sequence = nullptr;
+        std::size_t position = 0;
+        std::size_t count = 0;
+        RowTensor* out = nullptr;
         FetchStats stats;
         std::exception_ptr failure;
     };
@@ -67,10 +74,14 @@ private:
     // Claims and fetches the oldest batch that nobody began; `lock` is open meanwhile.
     void fetch_next(std::unique_lock<std::mutex>& lock);
     void fetch(Batch& batch);
+    void locate(const Batch& batch);
 
     std::unique_ptr<RowReader> reader_;
     std::size_t max_batch_;
     std::array<Batch, max_pending> batches_;
+    // Of the batch that is being fetched.
+    std::vector<RowRun> runs_;
+    std::vector<Target> targets_;
 
     std::mutex mutex_;
     std::condition_variable work_signal_;

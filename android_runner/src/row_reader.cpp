@@ -1,5 +1,6 @@
 #include "row_reader.h"
 
+#include <cassert>
 #include <cerrno>
 #include <fcntl.h>
 #include <unistd.h>
@@ -21,30 +22,31 @@ std::uint64_t round_up(std::uint64_t value) { return round_down(value + page_byt
 // POSIX_FADV_RANDOM, which splits a row into single-page reads.
 class PreadReader final : public RowReader {
 public:
-    explicit PreadReader(RomFile file) : RowReader(std::move(file)), row_(rom().row_bytes()) {}
+    explicit PreadReader(RomFile file) : RowReader(std::move(file)), rows_(max_run_bytes()) {}
 
 private:
-    Fetched fetch(std::uint64_t offset, float* out) override {
+    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
         const File& file = rom().file();
-        if (read_at(file.descriptor(), row_.data(), row_.size(), offset, file.path()) < row_.size()) {
+        const std::size_t wanted = rom().run_bytes(count);
+        if (read_at(file.descriptor(), rows_.data(), wanted, offset, file.path()) < wanted) {
             fail_short(offset);
         }
-        return {row_.size(), rom().dequantize(row_.data(), out)};
+        return {wanted, dequantize(rows_.data(), count, out), rows_.data()};
     }
 
-    void prefetch(std::uint64_t offset) override {
-        ::posix_fadvise(rom().file().descriptor(), static_cast<off_t>(offset), static_cast<off_t>(row_.size()),
+    void prefetch(std::uint64_t offset, std::size_t num_bytes) override {
+        ::posix_fadvise(rom().file().descriptor(), static_cast<off_t>(offset), static_cast<off_t>(num_bytes),
                         POSIX_FADV_WILLNEED);
     }
 
-    Buffer<std::uint8_t> row_;
+    Buffer<std::uint8_t> rows_;
 };
 
-// Reads the whole pages that hold a row: O_DIRECT wants offset, length and memory aligned.
+// Reads the whole pages that hold the rows: O_DIRECT wants offset, length and memory aligned.
 class DirectReader final : public RowReader {
 public:
     explicit DirectReader(RomFile file)
-        : RowReader(std::move(file)), pages_(round_up(rom().row_bytes()) + page_bytes) {
+        : RowReader(std::move(file)), pages_(round_up(max_run_bytes()) + page_bytes) {
         const int descriptor = rom().file().descriptor();
         const int flags = ::fcntl(descriptor, F_GETFL);
         if (flags < 0 || ::fcntl(descriptor, F_SETFL, flags | O_DIRECT) != 0) {
@@ -54,62 +56,63 @@ public:
     }
 
 private:
-    Fetched fetch(std::uint64_t offset, float* out) override {
+    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
         const File& file = rom().file();
         const std::uint64_t begin = round_down(offset);
         const auto skip = static_cast<std::size_t>(offset - begin);
-        const std::size_t wanted = skip + rom().row_bytes();
+        const std::size_t wanted = skip + rom().run_bytes(count);
         const auto length = static_cast<std::size_t>(round_up(wanted));
         std::size_t done = 0;
         while (done < wanted) {
-            const std::size_t count =
+            const std::size_t got =
                 read_at_once(file.descriptor(), pages_.data() + done, length - done, begin + done, file.path());
-            done += count;
-            if (count % page_bytes != 0 || count == 0) {
+            done += got;
+            if (got % page_bytes != 0 || got == 0) {
                 break;  // a read that ends inside a page ended at the end of the file
             }
         }
         if (done < wanted) {
             fail_short(offset);
         }
-        return {length, rom().dequantize(pages_.data() + skip, out)};
+        return {length, dequantize(pages_.data() + skip, count, out), pages_.data() + skip};
     }
 
-    void prefetch(std::uint64_t) override {}  // there is no cache to fetch into
+    void prefetch(std::uint64_t, std::size_t) override {}  // there is no cache to fetch into
 
     Buffer<std::uint8_t> pages_;
 };
 
-// Asks for the row's pages in one piece before it touches them: a fault a page is several times slower.
+// Asks for the rows' pages in one piece before it touches them: a fault a page is several times slower.
 class MmapReader final : public RowReader {
 public:
     explicit MmapReader(RomFile file) : RowReader(std::move(file)), map_(rom().file()) { install_bus_error_handler(); }
 
 private:
     struct Copy {
-        const RomFile* rom;
-        const std::uint8_t* row;
+        const MmapReader* reader;
+        const std::uint8_t* rows;
+        std::size_t count;
         float* out;
-        const Segment* damaged;
+        Damage damage;
     };
 
-    Fetched fetch(std::uint64_t offset, float* out) override {
-        prefetch(offset);
-        Copy copy{&rom(), map_.data() + offset, out, nullptr};
+    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
+        prefetch(offset, rom().run_bytes(count));
+        Copy copy{this, map_.data() + offset, count, out, {}};
         const bool whole = touch_mapped(
             [](void* context) {
                 Copy& job = *static_cast<Copy*>(context);
-                job.damaged = job.rom->dequantize(job.row, job.out);
+                job.damage = job.reader->dequantize(job.rows, job.count, job.out);
             },
             &copy);
         if (!whole) {
             fail_short(offset);
         }
-        return {rom().row_bytes(), copy.damaged};
+        return {rom().run_bytes(count), copy.damage, nullptr};
     }
 
-    void prefetch(std::uint64_t offset) override {
-        map_.will_need(static_cast<std::size_t>(offset), rom().row_bytes());
+    void prefetch(std::uint64_t offset, std::size_t num_bytes) override {
+        map_.will_need(static_cast<std::size_t>(offset), num_bytes);
     }
 
     void release_pages() override { map_.release(); }
@@ -131,21 +134,37 @@ const char* name_of(IoMode mode) {
     return "";
 }
 
-std::size_t RowReader::read(std::uint64_t id, float* out) {
-    check(id);
-    const Fetched fetched = fetch(rom_.row_offset(id), out);
-    if (fetched.damaged != nullptr) {
-        fail_damaged(id, *fetched.damaged);
+std::size_t RowReader::read(const RowRun& run, float* out) {
+    check(run);
+    if (is_cached(run)) {
+        for (std::size_t row = 0; row < run.count; ++row) {
+            rom_.dequantize(cache_->find(run.first + row), out + row * rom_.row_dim());
+        }
+        return 0;
+    }
+    const Fetched fetched = fetch(rom_.row_offset(run.first), run.count, out);
+    if (fetched.damage.segment != nullptr) {
+        fail_damaged(run.first + fetched.damage.row, *fetched.damage.segment);
+    }
+    if (cache_) {
+        for (std::size_t row = 0; row < run.count; ++row) {
+            cache_->insert(run.first + row, fetched.rows + row * rom_.row_stride());
+        }
     }
     return fetched.num_bytes;
 }
 
-void RowReader::announce(std::uint64_t id) {
-    check(id);
-    prefetch(rom_.row_offset(id));
+void RowReader::announce(const RowRun& run) {
+    check(run);
+    if (!is_cached(run)) {
+        prefetch(rom_.row_offset(run.first), rom_.run_bytes(run.count));
+    }
 }
 
 void RowReader::drop_page_cache() {
+    if (cache_) {
+        cache_->clear();
+    }
     release_pages();
     const int descriptor = rom_.file().descriptor();
     ::fsync(descriptor);  // pages not yet written cannot be dropped
@@ -156,11 +175,36 @@ void RowReader::drop_page_cache() {
     }
 }
 
-void RowReader::check(std::uint64_t id) const {
-    if (id >= rom_.num_rows()) {
-        throw Error("token id " + std::to_string(id) + " has no row: the file has " + std::to_string(rom_.num_rows()),
+RowReader::Damage RowReader::dequantize(const std::uint8_t* rows, std::size_t count, float* out) const noexcept {
+    for (std::size_t row = 0; row < count; ++row) {
+        const Segment* damaged = rom_.dequantize(rows + row * rom_.row_stride(), out + row * rom_.row_dim());
+        if (damaged != nullptr) {
+            return {row, damaged};
+        }
+    }
+    return {};
+}
+
+void RowReader::check(const RowRun& run) const {
+    assert(run.count >= 1 && run.count <= rom_.address().rows_per_run());
+    if (run.first >= rom_.num_rows() || run.count > rom_.num_rows() - run.first) {
+        throw Error("row " + std::to_string(run.first + run.count - 1) + " is not in the file, which has " +
+                        std::to_string(rom_.num_rows()),
                     rom_.file().path(), "use the tokenizer and the ROM of one model");
     }
+}
+
+// All of them: what is missing is one read, whose length hardly matters.
+bool RowReader::is_cached(const RowRun& run) const {
+    if (!cache_) {
+        return false;
+    }
+    for (std::size_t row = 0; row < run.count; ++row) {
+        if (!cache_->contains(run.first + row)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 void RowReader::fail_damaged(std::uint64_t id, const Segment& segment) const {
@@ -177,16 +221,29 @@ void RowReader::fail_short(std::uint64_t offset) const {
                 rom_.file().path(), "check the storage, or copy the file again");
 }
 
-std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode) {
+std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes) {
+    assert(cache_bytes == 0 || mode != IoMode::mmap);
+    std::unique_ptr<RowReader> reader;
     switch (mode) {
         case IoMode::pread:
-            return std::make_unique<PreadReader>(std::move(rom));
+            reader = std::make_unique<PreadReader>(std::move(rom));
+            break;
         case IoMode::direct:
-            return std::make_unique<DirectReader>(std::move(rom));
+            reader = std::make_unique<DirectReader>(std::move(rom));
+            break;
         case IoMode::mmap:
-            return std::make_unique<MmapReader>(std::move(rom));
+            reader = std::make_unique<MmapReader>(std::move(rom));
+            break;
     }
-    return nullptr;
+    if (cache_bytes > 0) {
+        const RomFile& file = reader->rom();
+        if (reader->cache_.emplace(cache_bytes, file.row_bytes(), file.num_rows()).capacity() == 0) {
+            throw Error("a row cache of " + std::to_string(cache_bytes) + " bytes holds no row of " +
+                            std::to_string(file.row_bytes()),
+                        file.file().path(), "raise --row-cache-bytes, or leave it out");
+        }
+    }
+    return reader;
 }
 
 }  // namespace meki

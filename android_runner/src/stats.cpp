@@ -29,18 +29,29 @@ Json to_json(const Step& step) {
             {"io_us", step.fetched.io_us},
             {"stall_us", step.fetched.stall_us},
             {"bytes_read", step.fetched.bytes_read},
-            {"rows_read", step.fetched.rows_read}};
+            {"rows_read", step.fetched.rows_read},
+            {"cache_hits", step.fetched.cache_hits}};
 }
 
 Json to_json(const Test& test) {
     std::size_t num_tokens = 0;
+    FetchStats fetched;
     Json steps = Json::array();
     for (const Step& step : test.steps) {
         num_tokens += step.num_tokens;
+        fetched += step.fetched;
         steps.push_back(to_json(step));
     }
     const std::uint64_t elapsed_us = test.steps.empty() ? 0 : test.steps.back().end_us - test.steps.front().start_us;
-    return {{"test", test.name}, {"num_tokens", num_tokens}, {"elapsed_us", elapsed_us}, {"steps", std::move(steps)}};
+    Json hit_rate;  // null where no rows were wanted
+    if (const std::uint64_t wanted = fetched.cache_hits + fetched.rows_read; wanted > 0) {
+        hit_rate = static_cast<double>(fetched.cache_hits) / static_cast<double>(wanted);
+    }
+    return {{"test", test.name},
+            {"num_tokens", num_tokens},
+            {"elapsed_us", elapsed_us},
+            {"cache_hit_rate", hit_rate},
+            {"steps", std::move(steps)}};
 }
 
 }  // namespace
@@ -56,11 +67,13 @@ std::string to_json(const Report& report) {
                        {"backend", report.backend},
                        {"ort_version", report.ort_version},
                        {"threads", report.threads},
+                       {"cores", report.cores.empty() ? Json() : Json(report.cores)},
                        {"io", report.io},
                        {"page_cache_dropped", report.page_cache_dropped},
+                       {"row_cache_bytes", report.row_cache_bytes},
                        {"load_us", report.load_us},
                        {"peak_rss_bytes", peak_rss_bytes()},
-                       {"rom_bytes_per_row", report.rom_bytes_per_row},
+                       {"rom_bytes_per_token", report.rom_bytes_per_token},
                        {"tests", std::move(tests)},
                        {"prompt_tokens", report.prompt_tokens},
                        {"generated_tokens", report.generated_tokens}};

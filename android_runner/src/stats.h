@@ -29,10 +29,12 @@ struct Report {
     std::string backend;
     std::string ort_version;
     int threads;
+    std::vector<int> cores;  // those that the threads are kept to; empty: all
     std::string io;
     bool page_cache_dropped;
+    std::uint64_t row_cache_bytes;
     std::uint64_t load_us;
-    std::size_t rom_bytes_per_row;
+    std::size_t rom_bytes_per_token;
     std::vector<Test> tests;
     std::vector<std::uint32_t> prompt_tokens;
     std::vector<std::uint32_t> generated_tokens;

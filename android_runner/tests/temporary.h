@@ -1,6 +1,7 @@
 // A directory for one test, removed at its end, and ROM files to put there.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -66,7 +67,8 @@ inline float rom_element(std::uint64_t id, std::size_t i) {
     return static_cast<float>(id) + static_cast<float>(i) / 1024.0f;
 }
 
-inline void write_rom(const std::string& path, std::uint64_t num_rows, std::uint64_t row_stride, std::uint64_t dim) {
+// The rows of the files of `write_rom`, as bytes.
+inline std::string rom_rows(std::uint64_t num_rows, std::uint64_t row_stride, std::uint64_t dim) {
     std::string data(static_cast<std::size_t>(num_rows * row_stride), '\0');
     for (std::uint64_t id = 0; id < num_rows; ++id) {
         for (std::size_t i = 0; i < dim; ++i) {
@@ -74,5 +76,59 @@ inline void write_rom(const std::string& path, std::uint64_t num_rows, std::uint
             std::memcpy(data.data() + id * row_stride + 4 * i, &value, 4);
         }
     }
-    write_file(path, safetensors(rom_header(num_rows, row_stride, dim).dump(), data));
+    return data;
+}
+
+inline void write_rom(const std::string& path, std::uint64_t num_rows, std::uint64_t row_stride, std::uint64_t dim) {
+    write_file(path, safetensors(rom_header(num_rows, row_stride, dim).dump(), rom_rows(num_rows, row_stride, dim)));
+}
+
+// The bytes of a list of integers, as a tensor has them.
+template <typename T>
+std::string bytes_of(const std::vector<T>& list) {
+    return {reinterpret_cast<const char*>(list.data()), list.size() * sizeof(T)};
+}
+
+// Adds to a header of identity addressing what another one needs: its parameters and its tensor, whose
+// `length` elements of `element_bytes` bytes follow the rows.
+inline void set_addressing(nlohmann::json& header, const char* kind, const nlohmann::json& parameters,
+                           const char* tensor, const char* dtype, std::size_t length, std::size_t element_bytes) {
+    header["__metadata__"]["addressing"] = kind;
+    header["__metadata__"]["addressing_parameters"] = parameters.dump();
+    const auto begin = header["rows"]["data_offsets"][1].get<std::uint64_t>();
+    header[tensor] = {{"dtype", dtype}, {"shape", {length}}, {"data_offsets", {begin, begin + length * element_bytes}}};
+}
+
+inline nlohmann::json ragged_header(const std::vector<std::int64_t>& offsets, std::uint64_t row_stride,
+                                    std::uint64_t dim) {
+    std::int64_t most = 0;
+    for (std::size_t i = 1; i < offsets.size(); ++i) {
+        most = std::max(most, offsets[i] - offsets[i - 1]);
+    }
+    nlohmann::json header = rom_header(static_cast<std::uint64_t>(offsets.back()), row_stride, dim);
+    set_addressing(header, "ragged", {{"rows_per_token", most}}, "offsets", "I64", offsets.size(), 8);
+    return header;
+}
+
+// As `write_rom`, with the rows offsets[t] … offsets[t + 1] - 1 for token t.
+inline void write_ragged_rom(const std::string& path, const std::vector<std::int64_t>& offsets,
+                             std::uint64_t row_stride, std::uint64_t dim) {
+    const std::string rows = rom_rows(static_cast<std::uint64_t>(offsets.back()), row_stride, dim);
+    write_file(path, safetensors(ragged_header(offsets, row_stride, dim).dump(), rows + bytes_of(offsets)));
+}
+
+// Two orders, of two heads and of one: 3 + 5 + 7 rows.
+inline const nlohmann::json hash_parameters = {
+    {"multipliers", {3, 5, 7}}, {"primes", {{3, 5}, {7}}}, {"pad_id", 2}};
+
+inline nlohmann::json hashed_header(std::size_t vocab_size, std::uint64_t row_stride, std::uint64_t dim) {
+    nlohmann::json header = rom_header(15, row_stride, dim);
+    set_addressing(header, "ngram_hash", hash_parameters, "token_map", "I32", vocab_size, 4);
+    return header;
+}
+
+inline void write_hashed_rom(const std::string& path, const std::vector<std::int32_t>& token_map,
+                             std::uint64_t row_stride, std::uint64_t dim) {
+    const std::string rows = rom_rows(15, row_stride, dim);
+    write_file(path, safetensors(hashed_header(token_map.size(), row_stride, dim).dump(), rows + bytes_of(token_map)));
 }

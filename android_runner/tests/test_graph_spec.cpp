@@ -3,6 +3,7 @@
 #include "graph_spec.h"
 
 #include <functional>
+#include <tuple>
 
 #include "temporary.h"
 
@@ -43,10 +44,63 @@ json good_spec() {
             {"roms", json::array({row_file("rom", 5)})}};
 }
 
+// The same with a hashed and a ragged ROM file, and two memory states.
+json mixed_spec() {
+    json spec = good_spec();
+    const auto more = {std::tuple("rom_1", 3, "ngram_hash"), std::tuple("rom_2", 4, "ragged")};
+    for (const auto& [name, rows, addressing] : more) {
+        json file = row_file(name, 2);
+        file["addressing"] = addressing;
+        file["rows_per_token"] = rows;
+        spec["roms"].push_back(file);
+    }
+    for (const char* graph : {"prefill", "decode"}) {
+        const int tokens = spec[graph]["num_tokens"];
+        for (const json& input : {tensor("memory_rows", {1, tokens, 6}, 1), tensor("memory_rows", {1, tokens, 4, 2}, 2),
+                                  tensor("memory_mask", {1, tokens, 4}, 2), tensor("memory_state", {1, 9, 6}, 0),
+                                  tensor("memory_state", {1, 2, 5}, 1)}) {
+            spec[graph]["inputs"].push_back(input);
+        }
+        spec[graph]["outputs"].push_back(tensor("present_memory_state", {1, tokens, 6}, 0));
+        spec[graph]["outputs"].push_back(tensor("present_memory_state", {1, tokens, 5}, 1));
+    }
+    return spec;
+}
+
 std::string write(const json& spec) {
     const std::string path = directory / "graph_spec.json";
     write_file(path, spec.dump());
     return path;
+}
+
+void rejects_mixed(const std::function<void(json&)>& edit, const char* what) {
+    json spec = mixed_spec();
+    edit(spec);
+    CHECK_ERROR(meki::read_graph_spec(write(spec)), what);
+}
+
+void mixed() {
+    const meki::GraphSpec spec = meki::read_graph_spec(write(mixed_spec()));
+    CHECK(spec.roms.size() == 3 && spec.roms[1].addressing == "ngram_hash" && spec.roms[2].rows_per_token == 4);
+    CHECK(!spec.roms[0].masked() && !spec.roms[1].masked() && spec.roms[2].masked());
+    CHECK(spec.memory_states.size() == 2 && spec.memory_states[0].length == 9 && spec.memory_states[1].dim == 5);
+    const auto input = [](json& s, int index) -> json& { return s["prefill"]["inputs"][index]; };
+    rejects_mixed([&](json& s) { input(s, 9)["shape"] = {1, 3, 3, 2}; },
+                  "input memory_rows[1] has shape [1,3,3,2], expected [1,3,6]");
+    rejects_mixed([&](json& s) { input(s, 10)["shape"] = {1, 3, 8}; }, "expected [1,3,4,2]");
+    rejects_mixed([&](json& s) { input(s, 11)["role"] = "mask"; }, "the input memory_mask[2] is missing");
+    rejects_mixed([&](json& s) { input(s, 12)["shape"] = {1, 8, 6}; },
+                  "memory_state[0] has shape [1,8,6], expected [1,9,6]");
+    rejects_mixed([](json& s) { s["decode"]["inputs"][12]["shape"] = {1, 0, 6}; }, "expected [1, length, dim]");
+    rejects_mixed([](json& s) { s["decode"]["inputs"][12]["shape"] = {9, 6}; }, "expected [1, length, dim]");
+    rejects_mixed([](json& s) { s["decode"]["inputs"].erase(13); }, "there are 14 inputs, expected 13");
+    rejects_mixed([](json& s) { s["prefill"]["inputs"].erase(13); }, "there are 13 inputs, expected 14");
+    rejects_mixed([](json& s) { s["prefill"]["outputs"][6]["shape"] = {1, 9, 5}; },
+                  "output present_memory_state[1] has shape [1,9,5], expected [1,3,5]");
+    rejects_mixed([](json& s) { s["roms"][2]["addressing"] = "hash"; }, "unknown addressing 'hash'");
+    rejects_mixed([](json& s) { s["roms"][2]["rows_per_token"] = 0; }, "'rows_per_token' is 0, less than 1");
+    rejects_mixed([](json& s) { s["embedding"]["rows_per_token"] = 2; }, "the embedding is not addressed");
+    rejects_mixed([](json& s) { s["embedding"]["addressing"] = "ragged"; }, "the embedding is not addressed");
 }
 
 void rejects(const std::function<void(json&)>& edit, const char* what) {
@@ -63,6 +117,8 @@ int main() {
     CHECK(spec.decode.input("past_key", 1).name == "past_key_1");
     CHECK(spec.prefill.output("present_value", 1).num_elements() == 12);
     CHECK(spec.roms.size() == 1 && spec.roms[0].row_dim == 5);
+
+    mixed();
 
     rejects([](json& s) { s["schema"] = 2; }, "schema 2, this version reads 1");
     rejects([](json& s) { s["extra"] = 1; }, "unknown key 'extra'");

@@ -20,7 +20,7 @@ std::unique_ptr<meki::RowReader> open(const std::string& path, meki::IoMode mode
 
 void check_row(meki::RowReader& reader, std::uint64_t id) {
     std::vector<float> row(reader.rom().row_dim() + 1, -1.0f);
-    CHECK(reader.read(id, row.data()) >= reader.rom().row_bytes());
+    CHECK(reader.read({id, 1}, row.data()) >= reader.rom().row_bytes());
     for (std::size_t i = 0; i < reader.rom().row_dim(); ++i) {
         CHECK(row[i] == rom_element(id, i));
     }
@@ -36,11 +36,46 @@ void modes_agree() {
         for (const meki::IoMode mode : modes) {
             const auto reader = open(path, mode);
             for (std::uint64_t id = 0; id < num_rows; ++id) {
-                reader->announce(id);
+                reader->announce({id, 1});
                 check_row(*reader, num_rows - 1 - id);
             }
-            CHECK_ERROR(reader->read(num_rows, nullptr), "has no row");
-            CHECK_ERROR(reader->announce(UINT64_MAX), "has no row");
+            CHECK_ERROR(reader->read({num_rows, 1}, nullptr), "is not in the file, which has");
+            CHECK_ERROR(reader->announce({UINT64_MAX, 1}), "is not in the file");
+        }
+    }
+}
+
+// Runs of consecutive rows, with and without gaps between them, are one read each.
+void runs() {
+    const std::vector<std::int64_t> offsets = {0, 1, 5, 7, 300, 301};
+    for (const std::uint64_t stride : {1000, 1024, 1300, 8192}) {
+        const std::string path = directory / "ragged.safetensors";
+        write_ragged_rom(path, offsets, stride, 250);
+        for (const meki::IoMode mode : modes) {
+            const auto reader = open(path, mode);
+            for (std::size_t token = 0; token + 1 < offsets.size(); ++token) {
+                const auto first = static_cast<std::uint64_t>(offsets[token]);
+                const auto count = static_cast<std::size_t>(offsets[token + 1] - offsets[token]);
+                std::vector<float> rows(count * 250 + 1, -1.0f);
+                reader->announce({first, count});
+                const std::size_t num_bytes = reader->read({first, count}, rows.data());
+                CHECK(num_bytes >= count * 1000 && num_bytes < count * stride + 2 * 4096);
+                for (std::size_t i = 0; i < count * 250; ++i) {
+                    CHECK(rows[i] == rom_element(first + i / 250, i % 250));
+                }
+                CHECK(rows.back() == -1.0f);
+            }
+            CHECK_ERROR(reader->read({300, 2}, nullptr), "row 301 is not in the file, which has 301");
+            CHECK_ERROR(reader->read({UINT64_MAX, 2}, nullptr), "is not in the file");
+        }
+        for (const meki::IoMode mode : modes) {  // the file shrinks inside a run
+            write_ragged_rom(path, offsets, stride, 250);
+            const auto reader = open(path, mode);
+            CHECK(::truncate(path.c_str(), static_cast<off_t>(4096 + 200 * stride)) == 0);
+            std::vector<float> rows(293 * 250);
+            CHECK_ERROR(reader->read({7, 293}, rows.data()), "cannot be read whole");
+            reader->read({5, 2}, rows.data());
+            CHECK(rows[250] == rom_element(6, 0));
         }
     }
 }
@@ -58,9 +93,9 @@ void large_file() {
     for (const meki::IoMode mode : modes) {
         const auto reader = open(path, mode);
         float row[4];
-        reader->read(num_rows - 1, row);
+        reader->read({num_rows - 1, 1}, row);
         CHECK(row[0] == 1 && row[3] == 4);
-        reader->read(num_rows / 2 + 1, row);
+        reader->read({num_rows / 2 + 1, 1}, row);
         CHECK(row[0] == 0 && row[3] == 0);
     }
 }
@@ -74,10 +109,10 @@ void shrinking_file() {
         CHECK(::truncate(path.c_str(), 4096 + 30 * 4096 + 100) == 0);
         check_row(*reader, 29);
         std::vector<float> row(1000);
-        CHECK_ERROR(reader->read(40, row.data()), "cannot be read whole");
-        CHECK_ERROR(reader->read(63, row.data()), "cannot be read whole");
+        CHECK_ERROR(reader->read({40, 1}, row.data()), "cannot be read whole");
+        CHECK_ERROR(reader->read({63, 1}, row.data()), "cannot be read whole");
         if (mode != meki::IoMode::mmap) {  // a map is zero up to the end of the last page
-            CHECK_ERROR(reader->read(30, row.data()), "cannot be read whole");
+            CHECK_ERROR(reader->read({30, 1}, row.data()), "cannot be read whole");
         }
         check_row(*reader, 0);  // and the reader still serves what is there
     }
@@ -93,7 +128,7 @@ void damaged_row() {
     for (const meki::IoMode mode : modes) {
         const auto reader = open(path, mode);
         std::vector<float> row(16);
-        CHECK_ERROR(reader->read(2, row.data()), "row 2, layer 0 memory 0: an element is NaN or infinite");
+        CHECK_ERROR(reader->read({2, 1}, row.data()), "row 2, layer 0 memory 0: an element is NaN or infinite");
         check_row(*reader, 1);
     }
 }
@@ -139,6 +174,7 @@ void dropped_cache() {
 
 int main() {
     modes_agree();
+    runs();
     large_file();
     shrinking_file();
     damaged_row();

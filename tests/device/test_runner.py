@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nlohmann_json
 import numpy as np
 import pytest
 import torch
@@ -29,7 +28,6 @@ from meki_edge.model.checkpoint import load_model
 from meki_edge.model.kv_cache import CachedAttention
 from meki_edge.rom.reader import RomReader
 
-ROOT = Path(__file__).parents[2]
 IO_MODES = ("pread", "direct", "mmap")
 SEGMENTS = [  # (dim, codec) a layer
     pytest.param([(7, "fp32"), (3, "fp32")], id="fp32"),
@@ -40,19 +38,6 @@ SEGMENTS = [  # (dim, codec) a layer
     pytest.param([(1024, "fp16")] * 7, id="fp16-14336-bytes"),
     pytest.param([(1000, "int4")] * 12, id="int4-two-pages"),
 ]
-
-
-@pytest.fixture(scope="session")
-def binary() -> Path:
-    """The harness, built as `make runner` does; up to date in a moment if nothing changed."""
-    headers = ROOT / "build/ort-headers"
-    build = ROOT / "build/runner"
-    subprocess.run(["sh", ROOT / "android_runner/fetch_headers.sh", headers], check=True)
-    options = ["-DCMAKE_BUILD_TYPE=Release", f"-DMEKI_ORT_HEADERS={headers}"]
-    options.append(f"-DMEKI_JSON_INCLUDE={Path(nlohmann_json.__file__).parent / 'include'}")
-    subprocess.run(["cmake", "-S", ROOT / "android_runner", "-B", build, *options], check=True)
-    subprocess.run(["cmake", "--build", build, "--target", "meki-runner", "-j2"], check=True)
-    return build / "meki-runner"
 
 
 # --- ROM files, written here from the format's description -------------------------------------------------
@@ -156,8 +141,8 @@ HOSTILE: list[tuple[str, Callable[[Path], object], str]] = [
     ("empty", lambda p: p.write_bytes(b""), "too short for a header"),
     ("header length", lambda p: edited_bytes(p, 0, b"\xff" * 8), "the header claims 18446744073709551615 bytes"),
     ("header text", lambda p: edited_bytes(p, 8, b"{{{"), "not valid JSON"),
-    ("truncated", lambda p: os.truncate(p, p.stat().st_size - 1), "the rows end at byte"),
-    ("longer", lambda p: os.truncate(p, p.stat().st_size + 1), "the rows end at byte"),
+    ("truncated", lambda p: os.truncate(p, p.stat().st_size - 1), "'rows' ends at byte"),
+    ("longer", lambda p: os.truncate(p, p.stat().st_size + 1), "the tensors end at byte"),
     ("format", lambda p: edited_header(p, lambda h: h["__metadata__"].update(format="gguf")), "not a ROM file"),
     ("version", lambda p: edited_header(p, lambda h: h["__metadata__"].update(version="9")), "ROM version '9'"),
     ("addressing", lambda p: edited_header(p, lambda h: h["__metadata__"].update(addressing="x")), "addressing"),
@@ -183,7 +168,7 @@ def test_a_hostile_file_is_a_named_error(
 
 @pytest.mark.parametrize(
     ("ids", "what"),
-    [("8", "token id 8 has no row: the file has 8"), ("", "holds no token ids"), ("1 -2", "'-2' is not a token id")],
+    [("8", "row 8 is not in the file, which has 8"), ("", "holds no token ids"), ("1 -2", "'-2' is not a token id")],
 )
 def test_bad_ids(binary: Path, tmp_path: Path, ids: str, what: str) -> None:
     write_rom(tmp_path / "rom.safetensors", [(50, "int8")], 8)
@@ -262,7 +247,7 @@ def test_bench_feeds_the_trace(depth: int, bundles: dict[str, Path], text: list[
     report = runner.run_json(["bench", *arguments])
     spec = GraphSpec.from_json(json.loads((bundle / "graph_spec.json").read_text()), bundle)
     with RomReader(bundle / "embedding.safetensors") as embedding, RomReader(bundle / "rom.safetensors") as rom:
-        host = OnnxDecoder(spec, embedding, rom)
+        host = OnnxDecoder(spec, embedding, [rom])
         if depth:
             host.prefill(cpu_session(bundle / spec.prefill.file), np.array(text[:depth]))
         session = cpu_session(bundle / spec.decode.file)
@@ -275,7 +260,7 @@ def test_bench_feeds_the_trace(depth: int, bundles: dict[str, Path], text: list[
         ("tg9", 9, 9),
     ]
     assert (report["schema"], report["command"], report["backend"], report["io"]) == (1, "bench", "cpu", "pread")
-    assert report["page_cache_dropped"] is True and report["rom_bytes_per_row"] == stride
+    assert report["page_cache_dropped"] is True and report["rom_bytes_per_token"] == stride
     for test in report["tests"]:
         steps = test["steps"]
         assert test["elapsed_us"] == steps[-1]["end_us"] - steps[0]["start_us"]
@@ -342,8 +327,8 @@ BUNDLES: list[tuple[str, Callable[[Path], object], str]] = [
     ("graph empty", lambda b: (b / "decode.onnx").write_bytes(b""), "ONNX Runtime"),
     ("weights cut", lambda b: os.truncate(b / "weights.data", 5000), "ends past the 5000 bytes"),
     ("weights gone", lambda b: (b / "weights.data").unlink(), "cannot open the file"),
-    ("ROM of another vocabulary", lambda b: write_rom(b / "rom.safetensors", [(36, "fp32")], 5), "has 5 rows of 36"),
-    ("ROM of another shape", lambda b: write_rom(b / "rom.safetensors", [(35, "fp16")], 384), "rows of 35 elements"),
+    ("ROM of another vocabulary", lambda b: write_rom(b / "rom.safetensors", [(36, "fp32")], 5), "for 5 tokens"),
+    ("ROM of another shape", lambda b: write_rom(b / "rom.safetensors", [(35, "fp16")], 384), "of 35 elements for 384"),
     ("ROM of another tokenizer", lambda b: write_rom(b / "rom.safetensors", [(36, "fp16")], 384), "another tokenizer"),
     (
         "tensor name",
@@ -375,6 +360,7 @@ def test_a_spoiled_bundle_is_a_user_error(
         ([1], 1, ["--top-p", "1.5"], "--top-p takes a number from 0 to 1, got '1.5'"),
         ([1], 1, ["--turbo"], "unknown option '--turbo'"),
         ([1], 1, ["--io", "pigeon"], "--io takes pread, direct or mmap"),
+        ([1], 1, ["--cores", "small"], "--cores takes big or all"),
     ],
 )
 def test_what_cannot_work_is_said(
