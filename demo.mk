@@ -3,7 +3,7 @@
 
 TEXT := $(DEMO)/text
 MODEL := --preset demo --seed 0
-TRAIN := --steps 960 --batch-size 8 --window-length 256 --learning-rate 2e-3 --warmup-steps 60 \
+TRAIN := --steps 800 --batch-size 8 --window-length 256 --learning-rate 2e-3 --warmup-steps 60 \
   --minimum-learning-rate-ratio 0.1 --validate-every 120
 
 demo: runner ## the whole pipeline on real text (about 10 minutes on 2 cores)

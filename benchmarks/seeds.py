@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=960)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks/seeds"))
     arguments = parser.parse_args()
     vocab_size = open_shards(arguments.tokens).vocab_size
