@@ -77,7 +77,7 @@ private:
     void locate(const Batch& batch);
 
     std::unique_ptr<RowReader> reader_;
-    std::size_t max_batch_;
+    [[maybe_unused]] std::size_t max_batch_;  // checked only where assertions are on
     std::array<Batch, max_pending> batches_;
     // Of the batch that is being fetched.
     std::vector<RowRun> runs_;

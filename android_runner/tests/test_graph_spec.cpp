@@ -84,7 +84,7 @@ void mixed() {
     CHECK(spec.roms.size() == 3 && spec.roms[1].addressing == "ngram_hash" && spec.roms[2].rows_per_token == 4);
     CHECK(!spec.roms[0].masked() && !spec.roms[1].masked() && spec.roms[2].masked());
     CHECK(spec.memory_states.size() == 2 && spec.memory_states[0].length == 9 && spec.memory_states[1].dim == 5);
-    const auto input = [](json& s, int index) -> json& { return s["prefill"]["inputs"][index]; };
+    const auto input = [](json& s, std::size_t index) -> json& { return s["prefill"]["inputs"][index]; };
     rejects_mixed([&](json& s) { input(s, 9)["shape"] = {1, 3, 3, 2}; },
                   "input memory_rows[1] has shape [1,3,3,2], expected [1,3,6]");
     rejects_mixed([&](json& s) { input(s, 10)["shape"] = {1, 3, 8}; }, "expected [1,3,4,2]");

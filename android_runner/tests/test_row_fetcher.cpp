@@ -134,7 +134,7 @@ void cached() {
     const std::vector<std::vector<std::uint64_t>> rows = {{0}, {1, 2, 3, 4}, {5, 6}, {7, 8, 9}, {10, 11}};
     CHECK_ERROR(meki::open_reader(meki::RomFile(path), meki::IoMode::pread, 4 * dim), "holds no row of 400");
     for (const meki::IoMode mode : {meki::IoMode::pread, meki::IoMode::direct}) {
-        for (const std::uint64_t cache_rows : {1, 3, 6, 12, 1000}) {
+        for (const std::uint64_t cache_rows : {1u, 3u, 6u, 12u, 1000u}) {
             const std::uint64_t cache_bytes = cache_rows * (4 * dim + 32);
             meki::RowFetcher fetcher(meki::open_reader(meki::RomFile(path), mode, cache_bytes), 4);
             meki::RowTensor out = make_tensor(4, 4);

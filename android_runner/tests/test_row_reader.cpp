@@ -30,7 +30,8 @@ void check_row(meki::RowReader& reader, std::uint64_t id) {
 // Strides below a page, of a page and of several, and one that crosses pages: files need not be ours.
 void modes_agree() {
     const std::uint64_t shapes[][3] = {{1000, 64, 13}, {50, 4096, 1024}, {9, 12288, 2500}, {41, 1000, 250}};
-    for (const auto& [num_rows, stride, dim] : shapes) {
+    for (const auto& shape : shapes) {
+        const std::uint64_t num_rows = shape[0], stride = shape[1], dim = shape[2];
         const std::string path = directory / "rom.safetensors";
         write_rom(path, num_rows, stride, dim);
         for (const meki::IoMode mode : modes) {
@@ -48,7 +49,7 @@ void modes_agree() {
 // Runs of consecutive rows, with and without gaps between them, are one read each.
 void runs() {
     const std::vector<std::int64_t> offsets = {0, 1, 5, 7, 300, 301};
-    for (const std::uint64_t stride : {1000, 1024, 1300, 8192}) {
+    for (const std::uint64_t stride : {1000u, 1024u, 1300u, 8192u}) {
         const std::string path = directory / "ragged.safetensors";
         write_ragged_rom(path, offsets, stride, 250);
         for (const meki::IoMode mode : modes) {
