@@ -22,7 +22,7 @@ json graph(const std::string& file, int tokens) {
     json inputs = {tensor("input_embeds", {1, tokens, 6}), tensor("attention_mask", {1, 1, tokens, 8 + tokens}),
                    tensor("position_cos", {1, tokens, 2}), tensor("position_sin", {1, tokens, 2}),
                    tensor("memory_rows", {1, tokens, 5})};
-    json outputs = {tensor("logits", {1, tokens, 20})};
+    json outputs = json::array({tensor("logits", {1, tokens, 20})});
     for (int layer = 0; layer < 2; ++layer) {
         inputs.push_back(tensor("past_key", {1, 1, 4, 8}, layer));
         inputs.push_back(tensor("past_value", {1, 1, 8, 4}, layer));
