@@ -36,6 +36,7 @@ from meki_edge.options import (
 
 PIPELINE = "Pipeline, in this order"
 TOOLS = "Tools"
+INTERRUPTED = 130
 PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 
 app = typer.Typer(
@@ -55,11 +56,11 @@ def tokenize(
     sources: Annotated[list[Path], typer.Argument(help="Text files, JSONL files, or folders of them.")],
     output_dir: OutputDir,
     tokenizer: Annotated[Path | None, typer.Option(help="A ready tokenizer.json; without it a BPE is trained.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Size of the BPE to train (default 16384).")] = None,
+    vocab_size: Annotated[int | None, typer.Option(min=1, max=2**22, help="Size of the BPE to train (default 16384).")] = None,
     validation_fraction: Annotated[float, typer.Option(help="Share of the documents held out.")] = 0.05,
     text_field: Annotated[str, typer.Option(help="JSONL field that holds the text.")] = "text",
     eos_token: Annotated[str | None, typer.Option(help="The token that ends a document.")] = None,
-    seed: Annotated[int, typer.Option(help="Another seed makes another split.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Another seed makes another split.")] = 0,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -81,7 +82,7 @@ def tokenize(
 def train(
     tokens: Tokens,
     output_dir: OutputDir,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
     preset: Annotated[str | None, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = None,
     model_config: Annotated[Path | None, typer.Option("--config", help="A config.json with the model's shape.")] = None,
     init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint (ours or a Qwen3 one).")] = None,
@@ -89,12 +90,12 @@ def train(
     memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: all).")] = None,
     memory_option: MemoryOption = None,
     moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows a step.")] = 16,
-    window_length: Annotated[int, typer.Option(help="Tokens a window.")] = 512,
-    gradient_accumulation_steps: Annotated[int, typer.Option(help="Parts a batch is computed in.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 16,
+    window_length: Annotated[int, typer.Option(min=1, help="Tokens a window.")] = 512,
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="Parts a batch is computed in.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
     minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
-    warmup_steps: Annotated[int, typer.Option(help="Steps of linear warmup.")] = 500,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warmup.")] = 500,
     weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
     table_learning_rate_scale: Annotated[
         float | None, typer.Option(help="Tables' learning rate, relative (default: the memory's recipe).")
@@ -105,13 +106,13 @@ def train(
     separate_table_clip: Annotated[
         bool | None, typer.Option(help="Clip tables' gradients apart (default: the memory's recipe).")
     ] = None,
-    freeze_up_steps: Annotated[int, typer.Option(help="STAPLE: steps with the augmented up projections frozen.")] = 0,
+    freeze_up_steps: Annotated[int, typer.Option(min=0, help="STAPLE: steps with the augmented up projections frozen.")] = 0,
     precision: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the initial weights and the data order.")] = 0,
-    validate_every: Annotated[int, typer.Option(help="Steps between validations.")] = 250,
-    validation_windows: Annotated[int, typer.Option(help="Windows of a validation.")] = 64,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the initial weights and the data order.")] = 0,
+    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 250,
+    validation_windows: Annotated[int, typer.Option(min=1, help="Windows of a validation.")] = 64,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -121,6 +122,8 @@ def train(
     from meki_edge.train.config import TrainConfig
     from meki_edge.train.loop import train as stage
 
+    if memory is None and (memory_layers is not None or memory_option):
+        raise UserError("options of a memory, but no memory", where="train", fix="name it with --memory")
     placement = {
         "memory": memory,
         "layers": None if memory_layers is None else parse_layers(memory_layers),
@@ -170,7 +173,7 @@ def reparam(
     output_dir: OutputDir,
     table_precision: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4.")] = "fp16",
     proof_windows: Annotated[int | None, typer.Option(help="Windows of text in the proof (default: as in training).")] = None,
-    window_length: Annotated[int | None, typer.Option(help="Tokens a window (default: as in training).")] = None,
+    window_length: Annotated[int | None, typer.Option(min=1, help="Tokens a window (default: as in training).")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -189,9 +192,9 @@ def export(
     checkpoint: Checkpoint,
     tokens: Tokens,
     output_dir: OutputDir,
-    context_length: Annotated[int, typer.Option(help="Slots of the KV cache.")] = 1024,
-    prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens a call.")] = 128,
-    verify_tokens: Annotated[int, typer.Option(help="Tokens of real text that ONNX and torch are compared on.")] = 200,
+    context_length: Annotated[int, typer.Option(min=1, help="Slots of the KV cache.")] = 1024,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a call.")] = 128,
+    verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -210,8 +213,8 @@ def compile_(
     tokens: Tokens,
     output_dir: OutputDir,
     chipset: Annotated[str, typer.Option(help="Such as sm8750, or 'Snapdragon 8 Elite'.")] = "sm8750",
-    optimization_level: Annotated[int, typer.Option(help="HTP graph optimisation, 1 to 3.")] = 3,
-    verify_steps: Annotated[int, typer.Option(help="Decode steps run in the NPU simulator, after a prefill chunk; 0: none.")] = 4,
+    optimization_level: Annotated[int, typer.Option(min=1, max=3, help="HTP graph optimisation, 1 to 3.")] = 3,
+    verify_steps: Annotated[int, typer.Option(min=0, max=1000, help="Decode steps run in the NPU simulator, after a prefill chunk; 0: none.")] = 4,
     optional: Annotated[bool, typer.Option("--optional", help="Where the compiler is missing, say so and go on.")] = False,
     force: Force = False,
     as_json: Json = False,
@@ -249,10 +252,10 @@ def run(
     bundles: Annotated[list[Path], typer.Argument(help="Outputs of `meki-edge pack`; the first is the baseline.")],
     tokens: Annotated[Path, typer.Option(help="Output of `meki-edge tokenize`: the text that is fed.")],
     output_dir: OutputDir,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", help="Tokens of the prefill test.")] = 512,
-    generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-n", help="Tokens of the decode test.")] = 128,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Rounds; each measures every bundle.")] = 5,
-    depth: Annotated[int, typer.Option("--depth", "-d", help="Tokens in the KV cache before a test.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", min=0, help="Tokens of the prefill test.")] = 512,
+    generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-n", min=0, help="Tokens of the decode test.")] = 128,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Rounds; each measures every bundle.")] = 5,
+    depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens in the KV cache before a test.")] = 0,
     threads: Threads = 2,
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
     drop_page_cache: Annotated[bool, typer.Option(help="Start with the ROM file out of the page cache.")] = True,
@@ -301,11 +304,13 @@ def compare(
 def generate(
     bundle: Annotated[Path, typer.Argument(help="Output of `meki-edge pack`.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", help="Stop after this many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token; higher: more varied.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many (default 128, or what fits).")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; higher: more varied.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest with this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
     threads: Threads = 2,
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
     as_json: Json = False,
@@ -343,7 +348,7 @@ def generate(
 @app.command(rich_help_panel=TOOLS)
 def memories(
     preset: Annotated[str, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = "qwen3-0.6b",
-    vocab_size: Annotated[int, typer.Option(help="Rows of the vocabulary.")] = 151_936,
+    vocab_size: Annotated[int, typer.Option(min=1, max=2**22, help="Rows of the vocabulary.")] = 151_936,
     as_json: Json = False,
 ) -> None:
     """List the memory kinds with what each costs at a model's shape."""
@@ -388,6 +393,7 @@ def inspect(
 @app.command(rich_help_panel=TOOLS)
 def verify(
     path: Annotated[Path, typer.Argument(help="A stage's directory, or a ROM file.")],
+    as_json: Json = False,
 ) -> None:
     """Check a directory against its manifest, and every row of its ROM file."""
     from meki_edge import manifest
@@ -398,15 +404,20 @@ def verify(
         made = manifest.load(path)
         with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
             manifest.verify(path, made, advance)
-        console.stdout.print(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
+        console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
         roms = [path / name for name, entry in made.files.items() if entry.role == "embedding" or entry.role.startswith("rom")]
     else:
         roms = [path]
+    rows: dict[str, int] = {}
     for rom in roms:
         with console.progress() as bar:
             task = bar.add_task(rom.name, total=describe(rom)["num_rows"])
-            num_rows = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
-        console.stdout.print(f"{rom.name}: {num_rows} rows are well-formed")
+            rows[rom.name] = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
+    if as_json:
+        console.show_json({"well_formed_rows": rows})
+        return
+    for name, count in rows.items():
+        console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
 
 
 def main() -> None:
@@ -415,16 +426,28 @@ def main() -> None:
     # training three times slower. Read when the library loads, so set before any command imports it.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # an ASCII locale must not stop a report
     try:
         app()
+    except SystemExit as leave:
+        if leave.code == INTERRUPTED:  # typer's exit after Ctrl-C
+            console.info("interrupted: run the same command again to resume")
+        raise
     except UserError as error:
         console.show_error(error)
         sys.exit(1)
     except KeyboardInterrupt:
         console.info("interrupted: run the same command again to resume")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(141)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        fix = "make the model, the batch or the vocabulary smaller, or use a machine with more memory"
+        console.show_error(UserError("not enough memory", where="this machine", fix=fix))
+        sys.exit(1)
     except OSError as error:
         if error.errno not in STORAGE_ERRORS | PERMISSION_ERRORS:
             raise

@@ -28,7 +28,7 @@ stderr = Console(stderr=True, highlight=False)
 
 def info(message: str) -> None:
     """One line of progress or advice (stderr)."""
-    stderr.print(message)
+    stderr.print(message, markup=False)
 
 
 def show_error(error: UserError) -> None:
@@ -51,7 +51,7 @@ def show_json(value: Any) -> None:
 
 def show_metrics(values: Mapping[str, Any], *, title: str | None, skip: tuple[str, ...] = ()) -> None:
     """Named figures as a two-column table (stderr); nested objects are flattened with dots."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=title and _escape(title), title_justify="left", show_header=False, box=None, pad_edge=False)
     for name, value in _flat(values):
         if name not in skip:
             table.add_row(name, _escape(f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if _whole(value) else str(value)))
@@ -60,9 +60,9 @@ def show_metrics(values: Mapping[str, Any], *, title: str | None, skip: tuple[st
 
 def show_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
     """A table of text (stdout); columns after the second are numbers."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=_escape(title), title_justify="left")
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < 2 else "right")
+        table.add_column(heading, justify="left" if index < 2 else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(_escape, row))
     stdout.print(table)

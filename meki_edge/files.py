@@ -72,7 +72,7 @@ def read_json(path: Path) -> Any:
         raise UserError("the file does not exist", where=path, fix="check the path") from None
     except IsADirectoryError:
         raise UserError("this is a directory, not a JSON file", where=path, fix="name a file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
 
 
@@ -95,7 +95,7 @@ def require_free_space(directory: Path, num_bytes: int, purpose: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < num_bytes:
         raise UserError(
-            f"{purpose} needs {num_bytes / 1e9:.2f} GB but only {free / 1e9:.2f} GB are free",
+            f"{purpose} needs {num_bytes / 1e6:,.1f} MB but only {free / 1e6:,.1f} MB are free",
             where=directory,
             fix="free some space or choose another --output-dir",
         )

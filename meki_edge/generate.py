@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,13 +18,16 @@ from meki_edge.errors import UserError
 
 BROKEN = "\ufffd"  # what a decoder puts in the place of bytes that are no character (yet)
 
+DEFAULT_NEW_TOKENS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Options of `meki-edge generate`."""
 
-    max_new_tokens: int = 128
-    """Stop after this many tokens, if the end-of-text token has not come before."""
+    max_new_tokens: int | None = None
+    """Stop after this many tokens, if the end-of-text token has not come before. None: 128, or as
+    many as the context has room for."""
     temperature: float = 0.0
     """0 takes the likeliest token; higher spreads the choice."""
     top_k: int = 0
@@ -78,11 +82,11 @@ def generate(bundle: Path, prompt: str, config: GenerateConfig, on_text: Callabl
     opened = open_bundle(bundle)
     tokenizer = _tokenizer(opened)
     eos = opened.spec.eos_token_id
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    ids = _encode(tokenizer, prompt)
     if not ids and eos is None:
         raise UserError("the prompt is empty and the model has no end-of-text token", where=bundle, fix="give a prompt")
     ids = ids or [eos]
-    _check(opened, len(ids), config)
+    config = _fitting(opened, len(ids), config)
 
     detokenizer = Detokenizer(tokenizer)
     pieces: list[str] = []
@@ -107,18 +111,31 @@ def _tokenizer(opened: Bundle) -> Tokenizer:
     return tokenizer
 
 
-def _check(opened: Bundle, prompt_tokens: int, config: GenerateConfig) -> None:
-    context = opened.spec.context_length
-    if config.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {config.max_new_tokens}", where="--max-new-tokens", fix="give 1 or more")
-    if prompt_tokens + config.max_new_tokens > context:
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError:  # bytes that are no text reach Python as lone surrogates
+        raise UserError("the prompt is not valid UTF-8", where="prompt", fix="give text, in a UTF-8 locale") from None
+    return tokenizer.encode(prompt, add_special_tokens=False).ids
+
+
+def _fitting(opened: Bundle, prompt_tokens: int, config: GenerateConfig) -> GenerateConfig:
+    """``config`` with a number of new tokens that fits the context."""
+    room = opened.spec.context_length - prompt_tokens
+    if config.max_new_tokens is None and room > 0:
+        return dataclasses.replace(config, max_new_tokens=min(DEFAULT_NEW_TOKENS, room))
+    wanted = DEFAULT_NEW_TOKENS if config.max_new_tokens is None else config.max_new_tokens
+    if wanted < 1:
+        raise UserError(f"max_new_tokens is {wanted}", where="--max-new-tokens", fix="give 1 or more")
+    if wanted > room:
+        lower = f", lower --max-new-tokens to {room}," if room > 0 else ""
         raise UserError(
-            f"a prompt of {prompt_tokens} tokens and {config.max_new_tokens} new ones "
-            f"do not fit the context of {context}",
+            f"a prompt of {prompt_tokens} tokens and {wanted} new ones "
+            f"do not fit the context of {opened.spec.context_length}",
             where=opened.directory,
-            fix=f"shorten the prompt, lower --max-new-tokens to {max(context - prompt_tokens, 0)}, "
-            "or export with a larger --context-length",
+            fix=f"shorten the prompt{lower} or export with a larger --context-length",
         )
+    return config
 
 
 def _arguments(bundle: Path, prompt_file: Path, eos: int | None, config: GenerateConfig) -> list[str]:

@@ -9,6 +9,7 @@ one is refused with the first field that differs, unless ``force`` is given.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from meki_edge import config as config_module
 from meki_edge.errors import UserError
@@ -27,6 +28,7 @@ SCHEMA = 1
 FILE_NAME = "manifest.json"
 PARTIAL = ".partial"
 FINGERPRINT = "fingerprint.json"
+LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +170,16 @@ class StageOutput:
         tools: tuple[str, ...] = (),
         force: bool = False,
     ) -> None:
+        for role, path in inputs.items():
+            if directory.resolve() in (path.resolve(), path.resolve().parent):
+                raise UserError(
+                    f"the output directory is, or holds, the input {role!r}",
+                    where=directory,
+                    fix="choose another --output-dir",
+                )
         self.directory = directory
         self.partial = directory / PARTIAL
+        self._lock: IO[str] | None = None
         self.complete: Manifest | None = None
         self._stage = stage
         self._config = json.loads(json.dumps(config))
@@ -218,39 +228,64 @@ class StageOutput:
     def _open(self, force: bool) -> None:
         if self.directory.exists() and not self.directory.is_dir():
             raise UserError("the output is a file", where=self.directory, fix="name a directory with --output-dir")
-        manifest_path = self.directory / FILE_NAME
+        finished = load(self.directory) if (self.directory / FILE_NAME).is_file() else None
+        self._refuse_foreign(finished)
+        if self.partial.is_dir():
+            self._take_lock()
         if force:
-            self._clear()
-        elif manifest_path.is_file():
-            manifest = load(self.directory)
+            self._clear(finished)
+        elif finished is not None:
             existing = {
-                "stage": manifest.stage,
-                "config": manifest.config,
-                "inputs": {role: entry.sha256 for role, entry in manifest.inputs.items()},
-                "versions": manifest.versions,
+                "stage": finished.stage,
+                "config": finished.config,
+                "inputs": {role: entry.sha256 for role, entry in finished.inputs.items()},
+                "versions": finished.versions,
             }
             self._refuse_if_different(existing, "result")
-            self.complete = manifest
+            self.complete = finished
             return
         elif (self.partial / FINGERPRINT).is_file():
             self._refuse_if_different(read_json(self.partial / FINGERPRINT), "unfinished work")
             return
-        elif self.directory.is_dir() and any(entry.name != PARTIAL for entry in self.directory.iterdir()):
-            raise UserError(
-                "the output directory holds files that no stage of meki-edge recorded",
-                where=self.directory,
-                fix="choose a new or empty directory with --output-dir",
-            )
         self.partial.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
         write_json(self.partial / FINGERPRINT, self._identity())
 
-    def _clear(self) -> None:
+    def _refuse_foreign(self, finished: Manifest | None) -> None:
+        """Never mix with, or replace, what this stage did not write: not even with force."""
+        if finished is not None and finished.stage != self._stage:
+            raise UserError(
+                f"the directory holds the result of `meki-edge {finished.stage}`",
+                where=self.directory,
+                fix="choose another --output-dir; --force replaces only results of the same stage",
+            )
+        if finished is None and self.directory.is_dir():
+            if any(entry.name != PARTIAL for entry in self.directory.iterdir()):
+                raise UserError(
+                    "the output directory holds files that no stage of meki-edge recorded",
+                    where=self.directory,
+                    fix="choose a new or empty directory with --output-dir",
+                )
+
+    def _take_lock(self) -> None:
+        """One process at a time works in ``partial``; the lock ends with the process."""
+        lock = open(self.partial / LOCK, "w", encoding="utf-8")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise UserError(
+                "another process is working in this directory",
+                where=self.directory,
+                fix="wait for it to finish, or choose another --output-dir",
+            ) from None
+        self._lock = lock
+
+    def _clear(self, finished: Manifest | None) -> None:
         """Remove an earlier run's own files, and nothing that is not its own."""
-        manifest_path = self.directory / FILE_NAME
-        if manifest_path.is_file():
-            names = list(load(self.directory).files)
-            manifest_path.unlink()
-            for name in names:
+        if finished is not None:
+            (self.directory / FILE_NAME).unlink()
+            for name in finished.files:
                 (self.directory / name).unlink(missing_ok=True)
         if self.partial.is_dir():
             shutil.rmtree(self.partial)

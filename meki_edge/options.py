@@ -10,12 +10,14 @@ import typer
 
 from meki_edge.errors import UserError
 
+MAX_LAYER = 9_999
+
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Directory to write, with a manifest.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what another configuration left in the output directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Tokens = Annotated[Path, typer.Argument(help="Output of `meki-edge tokenize`.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Output of `meki-edge train` or `meki-edge reparam`.")]
-Threads = Annotated[int, typer.Option("--threads", "-t", help="Threads of the graph.")]
+Threads = Annotated[int, typer.Option("--threads", "-t", min=1, max=1024, help="Threads of the graph.")]
 MemoryOption = Annotated[
     list[str] | None, typer.Option("--memory-option", help="name=value, such as memory_dim=128; may be repeated.")
 ]
@@ -30,7 +32,8 @@ def parse_layers(text: str) -> tuple[int, ...]:
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        valid = first.isdecimal() and (last.isdecimal() if dash else True)
+        if not valid or not int(first) <= int(last or first) <= MAX_LAYER:
             raise UserError(f"{text!r} is not a list of layers", where="--memory-layers", fix="write it as 0,2-5")
         layers.extend(range(int(first), int(last or first) + 1))
     return tuple(layers)
@@ -38,7 +41,13 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 def parse_memory_options(pairs: list[str] | None) -> dict[str, Any]:
     """``["memory_dim=128", "position=after_ffn"]`` → a dict; a value is JSON, or else a string."""
-    return {name: _value(text) for name, text in (_pair(pair, "--memory-option") for pair in pairs or [])}
+    options: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, text = _pair(pair, "--memory-option")
+        if name in options:
+            raise UserError(f"{name!r} is given twice", where="--memory-option", fix="give each option once")
+        options[name] = _value(text)
+    return options
 
 
 def parse_moe(text: str) -> tuple[int, int]:
@@ -48,7 +57,7 @@ def parse_moe(text: str) -> tuple[int, int]:
         UserError: not two positive numbers.
     """
     experts, slash, active = text.partition("/")
-    if not (slash and experts.isdigit() and active.isdigit() and 0 < int(active) <= int(experts)):
+    if not (slash and experts.isdecimal() and active.isdecimal() and 0 < int(active) <= int(experts)):
         raise UserError(f"{text!r} is not EXPERTS/ACTIVE", where="--moe", fix="write it as 8/2")
     return int(experts), int(active)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,13 +63,50 @@ def test_an_interrupted_stage_is_unfinished_and_resumes(tmp_path: Path, source: 
         StageOutput(out, stage="pack", config={"times": 9}, inputs={"source": source})
 
 
-def test_foreign_files_are_never_touched(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize("force", [False, True])
+def test_foreign_files_are_never_touched(tmp_path: Path, source: Path, force: bool) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="no stage of meki-edge recorded"):
-        run_stage(tmp_path / "out", {"times": 1}, source)
-    run_stage(tmp_path / "out", {"times": 1}, source, force=True)
+        run_stage(tmp_path / "out", {"times": 1}, source, force=force)
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+def test_force_does_not_replace_another_stage(tmp_path: Path, source: Path) -> None:
+    run_stage(tmp_path / "out", {"times": 1}, source)
+    with pytest.raises(UserError, match="holds the result of `meki-edge pack`"):
+        StageOutput(tmp_path / "out", stage="train", config={}, inputs={}, force=True)
+    assert (tmp_path / "out" / "sub" / "a.bin").exists()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_that_is_an_input_is_refused_before_anything_is_removed(
+    tmp_path: Path, source: Path, force: bool
+) -> None:
+    run_stage(tmp_path / "in", {"times": 1}, source)
+    for out, given in ((tmp_path / "in", tmp_path / "in"), (tmp_path, source)):
+        with pytest.raises(UserError, match="is, or holds, the input 'made'"):
+            StageOutput(out, stage="pack", config={}, inputs={"made": given}, force=force)
+    assert (tmp_path / "in" / "sub" / "a.bin").exists()
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path: Path) -> None:
+    output = StageOutput(tmp_path / "out", stage="pack", config={}, inputs={})
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from meki_edge.errors import UserError\n"
+        "from meki_edge.manifest import StageOutput\n"
+        "try:\n"
+        "    StageOutput(Path(sys.argv[1]), stage='pack', config={}, inputs={}, force=sys.argv[2] == 'force')\n"
+        "except UserError as error:\n"
+        "    sys.exit(error.what)\n"
+    )
+    for force in ("", "force"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(output.directory), force], capture_output=True, text=True
+        )
+        assert "another process is working in this directory" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any
 from meki_edge import console, manifest
 from meki_edge.device import bundle
 from meki_edge.errors import UserError
-from meki_edge.files import BLOCK_BYTES, read_json, require_free_space, storage_errors
+from meki_edge.files import BLOCK_BYTES, read_json, require_free_space, sha256_file, storage_errors
 from meki_edge.graph_spec import GraphSpec, RowFile
 from meki_edge.manifest import FileEntry, Manifest, StageOutput
 from meki_edge.rom.reader import RomReader
@@ -76,7 +76,7 @@ def pack(
         _require_made_from(compiled_manifest, compiled, exported, "compile")
         sources += _listed(compiled, compiled_manifest, COMPILED_ROLES, prefix="npu/")
         inputs["compile"] = compiled
-    model = read_json(checkpoint / "config.json")  # export has checked it
+    model = _model_config(checkpoint, checkpoint_manifest)
     name = _default_name(model) if config.name is None else config.name
     if not NAME.fullmatch(name):
         fix = "use letters, digits and . _ + -, starting with a letter"
@@ -169,6 +169,14 @@ def _require(path: Path, field: str, found: Any, expected: Any, command: str) ->
         raise UserError(
             f"{field} is {found}, the exported model needs {expected}", where=path, fix=f"run `{command}` again"
         )
+
+
+def _model_config(checkpoint: Path, made: Manifest) -> dict[str, Any]:
+    """The checkpoint's ``config.json``, as its stage wrote it."""
+    path = made.file(checkpoint, "config")
+    if not path.is_file() or sha256_file(path) != made.files[path.name].sha256:
+        raise _changed(path)
+    return read_json(path)
 
 
 def _default_name(model: dict[str, Any]) -> str:

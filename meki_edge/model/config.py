@@ -14,6 +14,7 @@ from meki_edge.model_shape import ModelShape
 FILE_NAME = "config.json"
 TRAINING_FORM = "training"
 ROM_FORM = "rom"
+MAX_SIZE = 2**40
 
 DENSE_TYPE, MOE_TYPE = "qwen3", "qwen3_moe"
 
@@ -123,7 +124,7 @@ def parse(values: Any, where: str | PathLike[str]) -> ModelConfig:
                 fix=f"known keys: {', '.join(sorted(known))}",
             )
     if isinstance(kept.get("eos_token_id"), list):
-        kept["eos_token_id"] = kept["eos_token_id"][0]
+        kept["eos_token_id"] = next(iter(kept["eos_token_id"]), None)
     _check_model_type(values, where)
     parsed = config.from_dict(ModelConfig, kept, where)
     return check(parsed, where)
@@ -154,8 +155,8 @@ def check(model: ModelConfig, where: str | PathLike[str]) -> ModelConfig:
 
     for field in dataclasses.fields(ModelShape):
         value = getattr(model, field.name)
-        if not isinstance(value, bool) and value <= 0:
-            raise wrong(f"{field.name} is {value}", f"give a positive {field.name}")
+        if not isinstance(value, bool) and not 0 < value < MAX_SIZE:
+            raise wrong(f"{field.name} is {value}", f"give a positive {field.name} below {MAX_SIZE:.0e}")
     if model.num_attention_heads % model.num_key_value_heads:
         raise wrong(
             f"num_attention_heads {model.num_attention_heads} is not a multiple of "
@@ -174,6 +175,8 @@ def check(model: ModelConfig, where: str | PathLike[str]) -> ModelConfig:
                 f"num_experts_per_tok is {model.num_experts_per_tok}, but num_experts is {model.num_experts}",
                 "choose at most as many experts as there are",
             )
+    if model.eos_token_id is not None and not 0 <= model.eos_token_id < model.vocab_size:
+        raise wrong(f"eos_token_id is {model.eos_token_id}", f"give an id below vocab_size {model.vocab_size}")
     if model.memory_form not in (TRAINING_FORM, ROM_FORM):
         raise wrong(f"memory_form is {model.memory_form!r}", f"use {TRAINING_FORM!r} or {ROM_FORM!r}")
     placements = []

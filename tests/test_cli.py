@@ -1,0 +1,91 @@
+"""The command line as a user meets it: exit codes, three-part errors, JSON, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TINY
+
+COMMAND = [sys.executable, "-m", "meki_edge.cli"]
+TRAIN = "--steps 2 --batch-size 2 --window-length 16 --warmup-steps 1 --precision fp32".split()
+
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="session")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "what"),
+    [
+        (["--memory-option", "memory_dim=8"], 1, "options of a memory, but no memory"),
+        (["--memory", "meki", "--memory-option", "memory_dim"], 1, "'memory_dim' is not name=value"),
+        (["--memory", "meki", "--memory-option", "memory_dim=8", "--memory-option", "memory_dim=9"], 1, "given twice"),
+        (["--memory", "meki", "--memory-layers", "9-1"], 1, "'9-1' is not a list of layers"),
+        (["--memory", "meki", "--memory-layers", "0-99999999999"], 1, "is not a list of layers"),
+        (["--memory", "mekki"], 1, "unknown memory 'mekki'; did you mean 'meki'?"),
+        (["--moe", "2/3"], 1, "'2/3' is not EXPERTS/ACTIVE"),
+        (["--preset", "demo"], 1, "the model's shape must come from one place"),
+        (["--batch-size", "0"], 2, "--batch-size"),
+        (["--seed", "99999999999999999999999"], 2, "--seed"),
+        (["--memory", "meki", "--memory-option", "memory_dim=99999999999"], 1, "not enough memory"),
+    ],
+)
+def test_bad_options_of_train(
+    tokens_dir: Path, model_config: Path, tmp_path: Path, options: list[str], code: int, what: str
+) -> None:
+    done = run("train", tokens_dir, "-o", tmp_path / "out", "--config", model_config, *TRAIN, *options, COLUMNS="200")
+    assert done.returncode == code and what in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_an_error_says_what_where_and_what_to_do(tmp_path: Path) -> None:
+    done = run("inspect", tmp_path / "br[red]" / "rom.safetensors")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and [line.split(":")[0].strip() for line in lines] == ["error", "where", "do"]
+    assert "br[red]" in lines[1]
+
+
+def test_json_is_all_that_stdout_holds(tokens_dir: Path, model_config: Path, tmp_path: Path) -> None:
+    done = run("train", tokens_dir, "-o", tmp_path / "o[x]", "--config", model_config, *TRAIN, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["train_tokens"] == 2 * 2 * 16
+    again = run("train", tokens_dir, "-o", tmp_path / "o[x]", "--config", model_config, *TRAIN)
+    assert again.returncode == 0 and "o[x]" in again.stderr.replace("\n", "")
+    other = run("reparam", tmp_path / "o[x]", tokens_dir, "-o", tmp_path / "o[x]", "--force")
+    assert other.returncode == 1 and (tmp_path / "o[x]" / "model.safetensors").is_file()
+
+
+def test_an_ascii_terminal_is_no_obstacle() -> None:
+    done = run("memories", "--preset", "demo", "--vocab-size", 4096, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_says_that_the_command_resumes(
+    tokens_dir: Path, model_config: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = ["train", tokens_dir, "-o", tmp_path / "out", "--config", model_config, *TRAIN, "--steps", "100000"]
+    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "out" / ".partial" / "running.jsonl"
+    while process.poll() is None and not (log.is_file() and log.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (130, 143) and "resumes there" in errors and "Traceback" not in errors
+    assert not (tmp_path / "out" / "manifest.json").exists()
