@@ -1,41 +1,21 @@
-"""The command line: it reads options, calls one stage, shows what came out.
+"""The command line: the commands in the order of the pipeline, and where errors end.
 
-Stages are imported when their command runs, so ``--help`` needs no torch. Errors end here: a
-:class:`UserError` becomes three lines and exit code 1, Ctrl-C exit code 130.
+A :class:`UserError` becomes three lines and exit code 1, wrong usage exit code 2, Ctrl-C 130.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from meki_edge import console
+from meki_edge import cli_pipeline, cli_tools, console
 from meki_edge.errors import UserError
 from meki_edge.files import STORAGE_ERRORS
-from meki_edge.manifest import Manifest
-from meki_edge.options import (
-    Checkpoint,
-    Force,
-    Json,
-    MemoryOption,
-    OutputDir,
-    Threads,
-    Tokens,
-    parse_curves,
-    parse_layers,
-    parse_memory_options,
-    parse_moe,
-)
 
-PIPELINE = "Pipeline, in this order"
-TOOLS = "Tools"
 INTERRUPTED = 130
 PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
 
@@ -49,375 +29,19 @@ app = typer.Typer(
     "Each step writes a directory with a manifest, and the next step reads it. "
     "An interrupted step resumes when the same command runs again; a finished one is not repeated.",
 )
-
-
-@app.command(rich_help_panel=PIPELINE)
-def tokenize(
-    sources: Annotated[list[Path], typer.Argument(help="Text files, JSONL files, or folders of them.")],
-    output_dir: OutputDir,
-    tokenizer: Annotated[Path | None, typer.Option(help="A ready tokenizer.json; without it a BPE is trained.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(min=1, max=2**22, help="Size of the BPE to train (default 16384).")] = None,
-    validation_fraction: Annotated[float, typer.Option(help="Share of the documents held out.")] = 0.05,
-    text_field: Annotated[str, typer.Option(help="JSONL field that holds the text.")] = "text",
-    eos_token: Annotated[str | None, typer.Option(help="The token that ends a document.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Another seed makes another split.")] = 0,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Turn text into token shards, split by document into train and validation."""
-    from meki_edge.train.tokenize import TokenizeConfig
-    from meki_edge.train.tokenize import tokenize as stage
-
-    config = TokenizeConfig(
-        vocab_size=vocab_size,
-        validation_fraction=validation_fraction,
-        text_field=text_field,
-        eos_token=eos_token,
-        seed=seed,
-    )
-    _show(stage(sources, output_dir, config, tokenizer=tokenizer, force=force), output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def train(
-    tokens: Tokens,
-    output_dir: OutputDir,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
-    preset: Annotated[str | None, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = None,
-    model_config: Annotated[Path | None, typer.Option("--config", help="A config.json with the model's shape.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint (ours or a Qwen3 one).")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense.")] = None,
-    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: all).")] = None,
-    memory_option: MemoryOption = None,
-    moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 16,
-    window_length: Annotated[int, typer.Option(min=1, help="Tokens a window.")] = 512,
-    gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="Parts a batch is computed in.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
-    minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warmup.")] = 500,
-    weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
-    table_learning_rate_scale: Annotated[
-        float | None, typer.Option(help="Tables' learning rate, relative (default: the memory's recipe).")
-    ] = None,
-    table_weight_decay: Annotated[
-        float | None, typer.Option(help="Tables' weight decay (default: the memory's recipe).")
-    ] = None,
-    separate_table_clip: Annotated[
-        bool | None, typer.Option(help="Clip tables' gradients apart (default: the memory's recipe).")
-    ] = None,
-    freeze_up_steps: Annotated[int, typer.Option(min=0, help="STAPLE: steps with the augmented up projections frozen.")] = 0,
-    precision: Annotated[str, typer.Option(help="auto, bf16 or fp32.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the initial weights and the data order.")] = 0,
-    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = 250,
-    validation_windows: Annotated[int, typer.Option(min=1, help="Windows of a validation.")] = 64,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Train a decoder with a memory in its layers, or its dense twin."""
-    from meki_edge.tokens import open_shards
-    from meki_edge.train import presets
-    from meki_edge.train.config import TrainConfig
-    from meki_edge.train.loop import train as stage
-
-    if memory is None and (memory_layers is not None or memory_option):
-        raise UserError("options of a memory, but no memory", where="train", fix="name it with --memory")
-    placement = {
-        "memory": memory,
-        "layers": None if memory_layers is None else parse_layers(memory_layers),
-        "options": parse_memory_options(memory_option),
-    }
-    if sum(source is not None for source in (preset, model_config, init_from)) != 1:
-        raise UserError(
-            "the model's shape must come from one place",
-            where="train",
-            fix="give exactly one of --preset, --config and --init-from",
-        )
-    if preset is not None:
-        model = presets.build(preset, open_shards(tokens).vocab_size, **placement)
-    elif model_config is not None:
-        model = presets.from_config(model_config, **placement)
-    else:
-        model = presets.from_checkpoint(init_from, **placement)
-    if moe is not None:
-        model = presets.with_moe(model, *parse_moe(moe))
-    config = TrainConfig(
-        steps=steps,
-        batch_size=batch_size,
-        window_length=window_length,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        learning_rate=learning_rate,
-        minimum_learning_rate_ratio=minimum_learning_rate_ratio,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        table_learning_rate_scale=table_learning_rate_scale,
-        table_weight_decay=table_weight_decay,
-        separate_table_clip=separate_table_clip,
-        freeze_up_steps=freeze_up_steps,
-        precision=precision,
-        device=device,
-        seed=seed,
-        validate_every=validate_every,
-        validation_windows=validation_windows,
-        checkpoint_every=checkpoint_every,
-    )
-    _show(stage(tokens, output_dir, model, config, init_from=init_from, force=force), output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def reparam(
-    checkpoint: Checkpoint,
-    tokens: Tokens,
-    output_dir: OutputDir,
-    table_precision: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4.")] = "fp16",
-    proof_windows: Annotated[int | None, typer.Option(help="Windows of text in the proof (default: as in training).")] = None,
-    window_length: Annotated[int | None, typer.Option(min=1, help="Tokens a window (default: as in training).")] = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Fold all that depends on token ids into a ROM file, and prove that nothing changed."""
-    from meki_edge.reparam import ReparamConfig
-    from meki_edge.reparam import reparam as stage
-
-    config = ReparamConfig(
-        table_precision=table_precision, proof_windows=proof_windows, window_length=window_length
-    )
-    _show(stage(checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def export(
-    checkpoint: Checkpoint,
-    tokens: Tokens,
-    output_dir: OutputDir,
-    context_length: Annotated[int, typer.Option(min=1, help="Slots of the KV cache.")] = 1024,
-    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a call.")] = 128,
-    verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Export prefill and decode graphs to ONNX, and check them against PyTorch."""
-    from export.graph import ExportConfig
-    from export.graph import export as stage
-
-    config = ExportConfig(context_length=context_length, prefill_tokens=prefill_tokens, verify_tokens=verify_tokens)
-    _show(stage(checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
-
-
-@app.command("compile", rich_help_panel=PIPELINE)
-def compile_(
-    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
-    checkpoint: Checkpoint,
-    tokens: Tokens,
-    output_dir: OutputDir,
-    chipset: Annotated[str, typer.Option(help="Such as sm8750, or 'Snapdragon 8 Elite'.")] = "sm8750",
-    optimization_level: Annotated[int, typer.Option(min=1, max=3, help="HTP graph optimisation, 1 to 3.")] = 3,
-    verify_steps: Annotated[int, typer.Option(min=0, max=1000, help="Decode steps run in the NPU simulator, after a prefill chunk; 0: none.")] = 4,
-    optional: Annotated[bool, typer.Option("--optional", help="Where the compiler is missing, say so and go on.")] = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Compile the graphs for the Hexagon NPU, offline, and check them in its simulator."""
-    from export.qnn_local import CompileConfig, compile_local, qnn_available
-
-    if optional and not qnn_available():
-        console.info("compile skipped: onnxruntime-qnn has no wheel for this platform (x86-64 Linux and Windows have one)")
-        return
-    config = CompileConfig(chipset=chipset, optimization_level=optimization_level, verify_steps=verify_steps)
-    _show(compile_local(exported, checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def pack(
-    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
-    checkpoint: Checkpoint,
-    output_dir: OutputDir,
-    compiled: Annotated[Path | None, typer.Option(help="Output of `meki-edge compile`, to take along.")] = None,
-    name: Annotated[str | None, typer.Option(help="What reports call this bundle (default: its memory, or dense).")] = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Put all that a device needs into one directory, with digests."""
-    from meki_edge.device.pack import PackConfig
-    from meki_edge.device.pack import pack as stage
-
-    made = stage(exported, checkpoint, output_dir, PackConfig(name=name), compiled=compiled, force=force)
-    _show(made, output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def run(
-    bundles: Annotated[list[Path], typer.Argument(help="Outputs of `meki-edge pack`; the first is the baseline.")],
-    tokens: Annotated[Path, typer.Option(help="Output of `meki-edge tokenize`: the text that is fed.")],
-    output_dir: OutputDir,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", min=0, help="Tokens of the prefill test.")] = 512,
-    generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-n", min=0, help="Tokens of the decode test.")] = 128,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Rounds; each measures every bundle.")] = 5,
-    depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens in the KV cache before a test.")] = 0,
-    threads: Threads = 2,
-    io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
-    drop_page_cache: Annotated[bool, typer.Option(help="Start with the ROM file out of the page cache.")] = True,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Measure bundles with the C++ harness, interleaved, as llama-bench does: pp512 and tg128."""
-    from meki_edge.device.run import RunConfig
-    from meki_edge.device.run import run as stage
-
-    config = RunConfig(
-        prompt_tokens=prompt_tokens,
-        generate_tokens=generate_tokens,
-        repetitions=repetitions,
-        depth=depth,
-        threads=threads,
-        io=io,
-        drop_page_cache=drop_page_cache,
-    )
-    _show(stage(bundles, tokens, output_dir, config, force=force), output_dir, as_json)
-
-
-@app.command(rich_help_panel=PIPELINE)
-def compare(
-    runs: Annotated[Path, typer.Argument(help="Output of `meki-edge run`.")],
-    output_dir: OutputDir,
-    curve: Annotated[list[str] | None, typer.Option(help="arm=DIR: the training run whose loss curve is shown.")] = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Compare bundles: a table here, and JSON, CSV, Markdown and an HTML page with plots."""
-    from meki_edge.compare import compare as stage
-    from meki_edge.compare import headline, table
-
-    stage(runs, output_dir, curves=parse_curves(curve), force=force)
-    result = json.loads((output_dir / "compare.json").read_text(encoding="utf-8"))
-    if as_json:
-        console.show_json(result)
-        return
-    console.stdout.print(table(result))
-    console.stdout.print(headline(result), markup=False)
-    console.info(f"page: {output_dir / 'compare.html'}")
-
-
-@app.command(rich_help_panel=TOOLS)
-def generate(
-    bundle: Annotated[Path, typer.Argument(help="Output of `meki-edge pack`.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after this many (default 128, or what fits).")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; higher: more varied.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest with this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
-    threads: Threads = 2,
-    io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
-    as_json: Json = False,
-) -> None:
-    """Continue a prompt with the C++ harness, streaming the text."""
-    from meki_edge.generate import GenerateConfig
-    from meki_edge.generate import generate as continue_text
-
-    config = GenerateConfig(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        threads=threads,
-        io=io,
-    )
-    if as_json:
-        console.show_json(continue_text(bundle, prompt, config, lambda piece: None))
-        return
-    started = False
-
-    def show(piece: str) -> None:
-        nonlocal started
-        if not started:  # the prompt comes with the first piece, so that an error stands alone
-            console.stream(prompt)
-            started = True
-        console.stream(piece)
-
-    result = continue_text(bundle, prompt, config, show)
-    console.stream("\n")
-    console.show_metrics(result, title=None, skip=("text",))
-
-
-@app.command(rich_help_panel=TOOLS)
-def memories(
-    preset: Annotated[str, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = "qwen3-0.6b",
-    vocab_size: Annotated[int, typer.Option(min=1, max=2**22, help="Rows of the vocabulary.")] = 151_936,
-    as_json: Json = False,
-) -> None:
-    """List the memory kinds with what each costs at a model's shape."""
-    import dataclasses
-
-    from meki_edge.memory import chosen_options
-    from meki_edge.memory_costs import survey
-    from meki_edge.train.presets import build
-
-    found = survey(build(preset, vocab_size))
-    if as_json:
-        console.show_json([dataclasses.asdict(entry) for entry in found])
-        return
-    rows = [
-        [
-            entry.kind,
-            ", ".join(f"{name}={value}" for name, value in chosen_options(entry.kind, entry.options).items()),
-            str(len(entry.layers)),
-            f"{entry.ram_parameters / 1e6:+.1f} M",
-            f"{entry.rom_bytes / 1e9:.2f} GB",
-            f"{entry.bytes_per_token / 1024:,.1f} KiB",
-            f"{entry.flops_per_token / 1e6:+,.1f} M",
-        ]
-        for entry in found
-    ]
-    headings = ["memory", "options", "layers", "RAM parameters", "ROM (fp16)", "read a token", "FLOPs a token"]
-    console.show_table(f"beside dense {preset}, vocabulary {vocab_size:,}", headings, rows)
-
-
-@app.command(rich_help_panel=TOOLS)
-def inspect(
-    rom: Annotated[Path, typer.Argument(help="A ROM file, or a directory that holds rom.safetensors.")],
-    as_json: Json = False,
-) -> None:
-    """Show what a ROM file holds: rows, stride, segments, bytes a token."""
-    from meki_edge.rom.inspect import describe
-
-    facts = describe(_rom_file(rom))
-    console.show_json(facts) if as_json else console.show_metrics(facts, title=str(rom))
-
-
-@app.command(rich_help_panel=TOOLS)
-def verify(
-    path: Annotated[Path, typer.Argument(help="A stage's directory, or a ROM file.")],
-    as_json: Json = False,
-) -> None:
-    """Check a directory against its manifest, and every row of its ROM file."""
-    from meki_edge import manifest
-    from meki_edge.rom.inspect import describe
-    from meki_edge.rom.inspect import verify as verify_rom
-
-    if path.is_dir():
-        made = manifest.load(path)
-        with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
-            manifest.verify(path, made, advance)
-        console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
-        roms = [path / name for name, entry in made.files.items() if entry.role == "embedding" or entry.role.startswith("rom")]
-    else:
-        roms = [path]
-    rows: dict[str, int] = {}
-    for rom in roms:
-        with console.progress() as bar:
-            task = bar.add_task(rom.name, total=describe(rom)["num_rows"])
-            rows[rom.name] = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
-    if as_json:
-        console.show_json({"well_formed_rows": rows})
-        return
-    for name, count in rows.items():
-        console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
+for command in (
+    cli_pipeline.tokenize,
+    cli_pipeline.train,
+    cli_pipeline.reparam,
+    cli_pipeline.export,
+    cli_pipeline.compile_,
+    cli_pipeline.pack,
+    cli_pipeline.run,
+    cli_pipeline.compare,
+):
+    app.command(command.__name__.rstrip("_"), rich_help_panel="Pipeline, in this order")(command)
+for command in (cli_tools.generate, cli_tools.inspect, cli_tools.verify, cli_tools.memories):
+    app.command(command.__name__, rich_help_panel="Tools")(command)
 
 
 def main() -> None:
@@ -463,14 +87,6 @@ def main() -> None:
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
-
-def _rom_file(path: Path) -> Path:
-    return path / "rom.safetensors" if path.is_dir() else path
-
-
-def _show(made: Manifest, directory: Path, as_json: bool) -> None:
-    values: dict[str, Any] = {"directory": str(directory), **made.metrics}
-    console.show_json(values) if as_json else console.show_metrics(made.metrics, title=f"{made.stage} → {directory}")
 
 
 if __name__ == "__main__":
