@@ -7,6 +7,8 @@ MEKI := $(BIN)/meki-edge
 RUNNER := build/runner/meki-runner
 DEMO := build/demo
 JOBS ?= 2
+ORT_HEADER_DIRECTORIES := $(if $(ORT_HOME),$(ORT_HOME)/include $(ORT_HOME)/include/onnxruntime $(ORT_HOME)/headers) \
+  $(foreach prefix,/usr /usr/local,$(prefix)/include $(prefix)/include/onnxruntime)
 JSON_INCLUDE = $$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib.Path(nlohmann_json.__file__).parent / "include")')
 
 .DEFAULT_GOAL := help
@@ -21,8 +23,8 @@ check-system:
 	  { echo "missing: CPython 3.11 or later with venv (Debian: apt-get install python3 python3-venv; or set PYTHON=…)" >&2; exit 1; }
 	@for pair in "g++ g++" "cmake cmake" "make make" "git git"; do set -- $$pair; \
 	  command -v $$1 >/dev/null || { echo "missing: $$1 (Debian: apt-get install $$2)" >&2; exit 1; }; done
-	@test -n "$$ORT_HOME" || test -e /usr/include/onnxruntime/onnxruntime_cxx_api.h || test -e /usr/include/onnxruntime_cxx_api.h || \
-	  command -v npm >/dev/null || \
+	@for directory in $(ORT_HEADER_DIRECTORIES); do \
+	  test -e $$directory/onnxruntime_cxx_api.h && exit 0; done; command -v npm >/dev/null || \
 	  { echo "missing: npm, which fetches ONNX Runtime's C++ headers (Debian: apt-get install npm; or set ORT_HOME)" >&2; exit 1; }
 
 setup: .venv/.installed ## create .venv and install meki-edge with its tested dependencies

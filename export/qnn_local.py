@@ -100,6 +100,7 @@ def compile_local(
         return output.complete
     spec_path = exported / graph_spec.FILE_NAME
     spec = GraphSpec.from_json(read_json(spec_path), spec_path)
+    _check_steps(config, spec, shards)
     jobs = _Jobs(output.partial, target, config.optimization_level)
     metrics: dict[str, Any] = {
         "chipset": target.soc,
@@ -207,4 +208,16 @@ def _check_config(config: CompileConfig) -> None:
     if config.verify_steps < 0:
         raise UserError(
             f"verify_steps is {config.verify_steps}", where="--verify-steps", fix="give 0 (no simulator) or more"
+        )
+
+
+def _check_steps(config: CompileConfig, spec: GraphSpec, shards: TokenShards) -> None:
+    """The simulator's check must fit the context and the validation text; known before compiling."""
+    most = min(spec.context_length, len(shards.validation)) - spec.prefill.num_tokens
+    if config.verify_steps > max(most, 0):
+        raise UserError(
+            f"{config.verify_steps} decode steps after a prefill chunk of {spec.prefill.num_tokens} tokens do not fit "
+            f"the context of {spec.context_length} or the {len(shards.validation)} tokens of validation text",
+            where="--verify-steps",
+            fix=f"give {most} or fewer" if most > 0 else "give 0 (no simulator), or export with a longer context",
         )

@@ -63,7 +63,7 @@ def train(
     model_config: Annotated[Path | None, typer.Option("--config", help="A config.json with the model's shape.")] = None,
     init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint (ours or a Qwen3 one).")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense.")] = None,
-    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: all).")] = None,
+    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper has it).")] = None,
     memory_option: MemoryOption = None,
     moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 16,

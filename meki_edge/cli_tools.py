@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from meki_edge import console
+from meki_edge.errors import UserError
 from meki_edge.options import Json, Threads
 
 
@@ -87,14 +88,23 @@ def memories(
 
 
 def inspect(
-    rom: Annotated[Path, typer.Argument(help="A ROM file, or a directory that holds rom.safetensors.")],
+    rom: Annotated[Path, typer.Argument(help="A ROM file, or a directory that holds some.")],
     as_json: Json = False,
 ) -> None:
     """Show what a ROM file holds: rows, stride, segments, bytes a token."""
     from meki_edge.rom.inspect import describe
 
-    facts = describe(_rom_file(rom))
-    console.show_json(facts) if as_json else console.show_metrics(facts, title=str(rom))
+    files = sorted(rom.glob("rom*.safetensors")) if rom.is_dir() else [rom]
+    if not files:
+        raise UserError(
+            "no ROM file is here", where=rom, fix="give a ROM file, or a directory of `meki-edge reparam` or `pack`"
+        )
+    facts = {str(file): describe(file) for file in files}
+    if as_json:
+        console.show_json(facts)
+        return
+    for file, values in facts.items():
+        console.show_metrics(values, title=file)
 
 
 def verify(
@@ -124,7 +134,3 @@ def verify(
         return
     for name, count in rows.items():
         console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
-
-
-def _rom_file(path: Path) -> Path:
-    return path / "rom.safetensors" if path.is_dir() else path

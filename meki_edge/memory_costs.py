@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from meki_edge.memory import Site, Slot, build
+from meki_edge.memory import KINDS, Site, Slot, build
 from meki_edge.model.config import MemoryPlacement, ModelConfig, check
 from meki_edge.model.decoder import DecoderLayer
+from meki_edge.model.placement import paper_placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +77,11 @@ def cost(dense: ModelConfig, kind: str, options: dict[str, Any], layers: tuple[i
 
 def survey(dense: ModelConfig) -> list[MemoryCost]:
     """Every memory at the ``dense`` shape, placed as its paper places it."""
-    every = tuple(range(dense.num_hidden_layers))
-    early, middle = every[1 : 1 + max(1, len(every) // 2)], every[len(every) // 4 :: max(1, len(every) // 2)][:2]
-    width = max(8, dense.hidden_size // 8)
-    hashed = -(-dense.hidden_size // 2 // 16) * 16
-    placements: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
-        ("meki", {"memory_dim": width}, every),
-        ("ple", {}, every),
-        ("stem", {}, every[1:] or every),
-        ("staple", {}, early or every),
-        ("staple", {"rank": width}, early or every),
-        ("l3", {}, middle),
-        ("engram", {"table_size": dense.vocab_size, "memory_dim": hashed}, middle),
-        ("mole", {"num_experts": 4}, every),
-    ]
-    return [cost(dense, kind, options, layers) for kind, options, layers in placements]
+    found = []
+    for kind, extra in [*((kind, {}) for kind in KINDS), ("staple", {"rank": max(8, dense.hidden_size // 8)})]:
+        layers, options = paper_placement(kind, dense)
+        found.append(cost(dense, kind, {**options, **extra}, layers))
+    return found
 
 
 def _parameters(config: ModelConfig, layer: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = "tokenize train reparam export compile pack run compare generate inspect verify".split()
+COMMANDS = "tokenize train reparam export compile pack run compare generate inspect verify memories".split()
 
 
 def test_imports_point_downwards_only() -> None:

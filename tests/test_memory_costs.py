@@ -92,5 +92,5 @@ def test_mole_410m_with_16_experts() -> None:
 
 def test_the_survey_names_every_kind() -> None:
     found = survey(tiny_config())
-    assert [entry.kind for entry in found] == "meki ple stem staple staple l3 engram mole".split()
+    assert [entry.kind for entry in found] == "meki ple stem staple l3 engram mole staple".split()
     assert all(entry.rom_bytes > 0 and entry.bytes_per_token > 0 for entry in found)

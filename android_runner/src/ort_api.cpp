@@ -11,8 +11,8 @@ namespace meki {
 
 namespace {
 
-// The first version whose plug-in providers can be registered.
-constexpr std::uint32_t oldest_api = 22;
+// The API of the oldest headers that the build is meant for (Debian's libonnxruntime-dev).
+constexpr std::uint32_t oldest_api = 21;
 
 }  // namespace
 

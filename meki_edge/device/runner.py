@@ -70,6 +70,9 @@ def run_json(arguments: list[str], *, on_token: Callable[[int], None] | None = N
     with tempfile.TemporaryDirectory(prefix="meki-runner-") as directory:
         report = Path(directory) / "report.json"
         _run([*arguments, "--ort-library", str(find_ort_library()), "--output", str(report)], on_token)
+        if not report.is_file():
+            fix = "build it with `make runner`, or set MEKI_RUNNER to a meki-runner"
+            raise UserError("the program ended well but wrote no report", where=find_binary(), fix=fix)
         return read_json(report)
 
 

@@ -16,6 +16,7 @@ from meki_edge.errors import UserError, nearest
 from meki_edge.files import read_json
 from meki_edge.model import config as model_config
 from meki_edge.model.config import MemoryPlacement, ModelConfig
+from meki_edge.model.placement import paper_placement
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def build(
         preset: a key of ``SHAPES``.
         vocab_size: rows of the embedding; the tokenizer's size, or more.
         memory: a memory kind, or None for the dense twin.
-        layers: the 0-based layers that get the memory; default all.
+        layers: the 0-based layers that get the memory; default: as its paper places it.
         options: the memory's options; ``memory_dim`` defaults to the preset's.
         changes: other fields of :class:`ModelConfig`, such as ``max_position_embeddings``.
 
@@ -112,14 +113,15 @@ def with_memory(
     options: dict[str, Any] | None = None,
     preset: str | None = None,
 ) -> ModelConfig:
-    """``model`` with one more memory, in ``layers`` (default all)."""
+    """``model`` with one more memory; layers and options that are not given are its paper's."""
+    paper_layers, paper_options = paper_placement(memory, model)
     options = dict(options or {})
     if preset is not None and memory in memory_kinds.KINDS:
         fields = {field.name for field in dataclasses.fields(memory_kinds.KINDS[memory][0])}
         if "memory_dim" in fields:
             options.setdefault("memory_dim", MEMORY_DIMS[preset])
-    chosen = tuple(range(model.num_hidden_layers)) if layers is None else layers
-    placement = MemoryPlacement(kind=memory, layers=chosen, options=options)
+    chosen = paper_layers if layers is None else layers
+    placement = MemoryPlacement(kind=memory, layers=chosen, options={**paper_options, **options})
     return model_config.check(dataclasses.replace(model, memories=(*model.memories, placement)), f"memory {memory}")
 
 
