@@ -9,7 +9,7 @@ TRAIN := --steps 800 --batch-size 8 --window-length 256 --learning-rate 2e-3 --w
 # Where the NPU's compiler has no wheel, `compile --optional` says so and the bundle goes without.
 COMPILED = $$(test -d $(DEMO)/npu/$(1) && echo --compiled $(DEMO)/npu/$(1))
 
-demo: runner ## the whole pipeline on real text (about 10 minutes on 2 cores)
+demo: runner ## the whole pipeline on real text (about 5 minutes on 2 quiet cores)
 	test -d $(TEXT) || $(BIN)/python benchmarks/corpora.py shakespeare $(TEXT)
 	$(MEKI) tokenize $(TEXT) -o $(DEMO)/tokens --vocab-size 4096 --validation-fraction 0.1
 	$(MEKI) train $(DEMO)/tokens -o $(DEMO)/train/dense $(MODEL) $(TRAIN)
