@@ -259,7 +259,8 @@ class StageOutput:
                 where=self.directory,
                 fix="choose another --output-dir; --force replaces only results of the same stage",
             )
-        if finished is None and self.directory.is_dir():
+        # A stop while finished files were moved into place leaves them beside ``partial``.
+        if finished is None and self.directory.is_dir() and not (self.partial / FINGERPRINT).is_file():
             if any(entry.name != PARTIAL for entry in self.directory.iterdir()):
                 raise UserError(
                     "the output directory holds files that no stage of meki-edge recorded",

@@ -64,6 +64,17 @@ def test_an_interrupted_stage_is_unfinished_and_resumes(tmp_path: Path, source: 
 
 
 @pytest.mark.parametrize("force", [False, True])
+def test_a_stop_while_files_are_moved_into_place_resumes(tmp_path: Path, source: Path, force: bool) -> None:
+    out = tmp_path / "out"
+    half = StageOutput(out, stage="pack", config={"times": 2}, inputs={"source": source})
+    (out / "sub").mkdir()
+    (out / "sub" / "a.bin").write_text("moved already")
+    del half
+    run_stage(out, {"times": 2}, source, force=force)
+    assert (out / "sub" / "a.bin").read_bytes() == b"abcabc"
+
+
+@pytest.mark.parametrize("force", [False, True])
 def test_foreign_files_are_never_touched(tmp_path: Path, source: Path, force: bool) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
