@@ -10,7 +10,6 @@ one is refused with the first field that differs, unless ``force`` is given.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -74,10 +73,6 @@ class Manifest:
                 fix=f"give a directory that `meki-edge {self.stage}` or the right earlier stage wrote",
             )
         return directory / names[0]
-
-    def has(self, role: str) -> bool:
-        """Whether some file plays ``role``."""
-        return any(entry.role == role for entry in self.files.values())
 
 
 def load(directory: Path, *, stages: Iterable[str] = ()) -> Manifest:
@@ -186,11 +181,6 @@ class StageOutput:
         self._inputs = {role: InputEntry(path=os.fspath(path), sha256=digest(path)) for role, path in inputs.items()}
         self._versions = tool_versions(*tools)
         self._open(force)
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex SHA-256 over stage, configuration, input digests and tool versions."""
-        return hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()
 
     def finish(self, *, roles: Mapping[str, str], metrics: Mapping[str, Any]) -> Manifest:
         """Move the files of ``roles`` (name → role) from ``partial`` into place; write the manifest."""

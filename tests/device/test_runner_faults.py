@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -25,8 +24,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 @pytest.fixture(scope="session")
 def faulty_io(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library to preload; see faulty_io.c."""
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
     library = tmp_path_factory.mktemp("faulty") / "faulty_io.so"
     source = Path(__file__).parent / "faulty_io.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
