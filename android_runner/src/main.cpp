@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "commands.h"
+#include "huge_pages.h"
 #include "options.h"
 #include "program.h"
 
@@ -135,4 +136,7 @@ void run(const std::vector<std::string>& arguments) {
 
 }  // namespace meki
 
-int main(int argc, char** argv) { return meki::run_program("meki-runner", argc, argv, meki::run); }
+int main(int argc, char** argv) {
+    meki::restart_with_huge_pages(argv);
+    return meki::run_program("meki-runner", argc, argv, meki::run);
+}
