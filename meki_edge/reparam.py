@@ -51,7 +51,10 @@ class ReparamConfig:
     """Options of ``meki-edge reparam``."""
 
     table_precision: str = "fp16"
-    """How rows are stored: ``fp32``, ``fp16``, ``int8`` (a scale a layer) or ``int4`` (a scale per 32 elements)."""
+    """How rows are stored: ``fp32``, ``fp16``, ``bf16``, ``int8`` (a scale a layer), ``int4`` or ``int4_64``
+    (a scale per 32 or 64 elements)."""
+    checksums: bool = False
+    """Whether a checksum of every row lies behind the rows: four bytes each."""
     proof_windows: int | None = None
     """How many windows of validation text the proof reads; by default as many as training's validation."""
     window_length: int | None = None
@@ -91,7 +94,14 @@ def reparam(checkpoint: Path, tokens: Path, out: Path, config: ReparamConfig, *,
             "source_sha256": _sha256(source, checkpoint, "weights"),
         }
         roms = [
-            RomFile(folder, output.partial, windows.row_ids(folder.addressing), config.table_precision, digests)
+            RomFile(
+                folder,
+                output.partial,
+                windows.row_ids(folder.addressing),
+                config.table_precision,
+                digests,
+                checksums=config.checksums,
+            )
             for folder in folders
         ]
         ram_parameters = _write_rom_form(opened, output.partial, bar)
@@ -133,7 +143,7 @@ def _require_training_form(checkpoint: Path) -> None:
 
 def _completed(config: ReparamConfig, source: Manifest, checkpoint: Path) -> ReparamConfig:
     """``config`` with its defaults taken from the checkpoint's validation, checked."""
-    rom_spec.codec(config.table_precision)
+    rom_spec.table_codec(config.table_precision)
     for field, metric in (("proof_windows", "validation_windows"), ("window_length", "window_length")):
         flag = "--" + field.replace("_", "-")
         if getattr(config, field) is None:

@@ -42,7 +42,9 @@ class Folder:
         self._memories = [_without_table(checkpoint, member) for member in space.members]
         self.addressing = self._common_addressing()
 
-    def rom_spec(self, precision: str, *, tokenizer_sha256: str, source_sha256: str) -> RomSpec:
+    def rom_spec(
+        self, precision: str, *, tokenizer_sha256: str, source_sha256: str, checksums: bool = False
+    ) -> RomSpec:
         """The layout of the ROM file, at table ``precision``."""
         return rom_spec.build(
             [(member.layer, member.number, member.dim) for member in self.space.members],
@@ -51,6 +53,7 @@ class Folder:
             addressing=self.addressing,
             tokenizer_sha256=tokenizer_sha256,
             source_sha256=source_sha256,
+            checksums=checksums,
         )
 
     @torch.no_grad()
@@ -76,7 +79,7 @@ class Folder:
                 f"{_name(self.space.members[0])}: {error.what}", where=where, fix="train the model again"
             ) from None
         for member, other in zip(self.space.members[1:], others, strict=True):
-            if not _same(first, other):
+            if not same_addressing(first, other):
                 raise UserError(
                     f"{_name(self.space.members[0])} and {_name(member)} have different addresses but share a ROM file",
                     where=where,
@@ -96,13 +99,21 @@ class RomFile:
         kept_ids: the rows to keep, ascending.
         precision: the codec's name.
         digests: ``tokenizer_sha256`` and ``source_sha256``.
+        checksums: whether the ROM file has them.
     """
 
     def __init__(
-        self, folder: Folder, directory: Path, kept_ids: np.ndarray, precision: str, digests: dict[str, str]
+        self,
+        folder: Folder,
+        directory: Path,
+        kept_ids: np.ndarray,
+        precision: str,
+        digests: dict[str, str],
+        *,
+        checksums: bool = False,
     ) -> None:
         self.folder = folder
-        self.spec = folder.rom_spec(precision, **digests)
+        self.spec = folder.rom_spec(precision, **digests, checksums=checksums)
         self.path = directory / folder.space.file
         self.kept_path = directory / KEPT.format(folder.space.file)
         self._kept_ids = kept_ids
@@ -150,7 +161,8 @@ def _without_table(checkpoint: Checkpoint, member: Member) -> MemoryLayer:
     return memory
 
 
-def _same(one: Addressing, other: Addressing) -> bool:
+def same_addressing(one: Addressing, other: Addressing) -> bool:
+    """Whether both give every token the same rows."""
     tensors = other.tensors()
     return one.parameters() == other.parameters() and all(
         np.array_equal(array, tensors[name]) for name, array in one.tensors().items()

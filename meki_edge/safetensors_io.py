@@ -31,6 +31,7 @@ DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype("<u2"),  # NumPy has no bfloat16: the raw bits
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
     "I8": np.dtype("i1"),
     "U8": np.dtype("u1"),
 }
@@ -56,7 +57,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY)
+            # O_NONBLOCK does nothing to regular files; to open a pipe would wait for its writer.
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise UserError(f"cannot open the file: {error.strerror}", where=path, fix="check the path") from None
         status = os.fstat(self._fd)
@@ -138,18 +140,30 @@ class SafetensorsFile:
                 )
             done += count
 
+    def _pread(self, count: int, offset: int) -> bytes:
+        """As much of the header as the file has."""
+        data = b""
+        try:
+            while len(data) < count and (piece := os.pread(self._fd, count - len(data), offset + len(data))):
+                data += piece
+        except OSError as error:
+            raise UserError(
+                f"reading the header failed: {error.strerror}", where=self.path, fix="check the disk"
+            ) from None
+        return data
+
     def _read_header(self) -> None:
         def broken(what: str) -> UserError:
             return UserError(what, where=self.path, fix="copy or regenerate the file")
 
-        prefix = os.pread(self._fd, 8, 0)
+        prefix = self._pread(8, 0)
         if len(prefix) < 8:
             raise broken(f"not a safetensors file: {self.size} bytes is too short for a header")
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(MAX_HEADER_BYTES, self.size - 8):
             raise broken(f"the header claims {header_bytes} bytes but the file has {self.size}")
         try:
-            header = json.loads(os.pread(self._fd, header_bytes, 8))
+            header = json.loads(self._pread(header_bytes, 8))
             self.metadata = dict(header.pop("__metadata__", {}))
             if not all(isinstance(value, str) for value in self.metadata.values()):
                 raise TypeError("__metadata__ maps strings to strings")

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "half.h"
+
 namespace meki {
 
 namespace {
@@ -11,33 +13,11 @@ static_assert(sizeof(float) == 4, "float must be IEEE binary32");
 #error "ROM files are little-endian and so must the machine be"
 #endif
 
-float bits_to_float(std::uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
+template <typename T>
+T load(const std::uint8_t* source) {
+    T value;
+    std::memcpy(&value, source, sizeof value);
     return value;
-}
-
-// By hand and without a branch: portable, independent of the FPU's denormal mode, and vectorised.
-float half_to_float(std::uint16_t half) {
-    constexpr std::uint32_t rebias = 127 - 15;
-    const std::uint32_t sign = (half & 0x8000u) << 16;
-    const std::uint32_t magnitude = half & 0x7fffu;
-    const std::uint32_t shifted = magnitude << 13;
-    const std::uint32_t normal = shifted + (rebias << 23);
-    const std::uint32_t infinite = shifted | 0x7f800000u;
-    // A subnormal half is its mantissa times 2^-24: exact, and a normal float32.
-    const float tiny = static_cast<float>(static_cast<std::int32_t>(magnitude)) * 0x1p-24f;
-    std::uint32_t subnormal;
-    std::memcpy(&subnormal, &tiny, sizeof subnormal);
-    std::uint32_t bits = magnitude >= 0x7c00u ? infinite : normal;
-    bits = magnitude < 0x0400u ? subnormal : bits;
-    return bits_to_float(bits | sign);
-}
-
-std::uint16_t load_half(const std::uint8_t* source) {
-    std::uint16_t half;
-    std::memcpy(&half, source, sizeof half);
-    return half;
 }
 
 constexpr unsigned half_infinity = 0x7c00;
@@ -46,29 +26,38 @@ constexpr std::uint32_t float_infinity = 0x7f800000;
 // A sound scale is positive or zero, and finite.
 bool is_scale(std::uint16_t half) { return half < half_infinity; }
 
-bool dequantize_fp32(const std::uint8_t* source, std::size_t dim, float* out) {
+bool dequantize_fp32(const std::uint8_t* source, std::size_t dim, const Quantization&, float* out) {
     std::memcpy(out, source, dim * sizeof(float));
     unsigned damaged = 0;
     for (std::size_t i = 0; i < dim; ++i) {
-        std::uint32_t bits;
-        std::memcpy(&bits, source + 4 * i, sizeof bits);
+        const std::uint32_t bits = load<std::uint32_t>(source + 4 * i);
         damaged |= (bits & float_infinity) == float_infinity;
     }
     return damaged == 0;
 }
 
-bool dequantize_fp16(const std::uint8_t* source, std::size_t dim, float* out) {
+bool dequantize_fp16(const std::uint8_t* source, std::size_t dim, const Quantization&, float* out) {
     unsigned damaged = 0;
     for (std::size_t i = 0; i < dim; ++i) {
-        const std::uint16_t half = load_half(source + 2 * i);
+        const std::uint16_t half = load<std::uint16_t>(source + 2 * i);
         out[i] = half_to_float(half);
         damaged |= (half & half_infinity) == half_infinity;
     }
     return damaged == 0;
 }
 
-bool dequantize_int8(const std::uint8_t* source, std::size_t dim, float* out) {
-    const std::uint16_t half = load_half(source);
+bool dequantize_bf16(const std::uint8_t* source, std::size_t dim, const Quantization&, float* out) {
+    unsigned damaged = 0;
+    for (std::size_t i = 0; i < dim; ++i) {
+        const std::uint32_t bits = std::uint32_t{load<std::uint16_t>(source + 2 * i)} << 16;
+        out[i] = bits_to_float(bits);
+        damaged |= (bits & float_infinity) == float_infinity;
+    }
+    return damaged == 0;
+}
+
+bool dequantize_int8(const std::uint8_t* source, std::size_t dim, const Quantization&, float* out) {
+    const std::uint16_t half = load<std::uint16_t>(source);
     const float scale = half_to_float(half);
     const std::uint8_t* elements = source + 2;
     for (std::size_t i = 0; i < dim; ++i) {
@@ -80,16 +69,17 @@ bool dequantize_int8(const std::uint8_t* source, std::size_t dim, float* out) {
 // Two's complement of four bits, as a float.
 float nibble_to_float(unsigned nibble) { return static_cast<float>(static_cast<int>(nibble ^ 8u) - 8); }
 
-bool dequantize_int4(const std::uint8_t* source, std::size_t dim, float* out) {
-    const std::size_t num_groups = (dim + int4_group - 1) / int4_group;
+template <std::size_t group_size>
+bool dequantize_int4(const std::uint8_t* source, std::size_t dim, const Quantization&, float* out) {
+    const std::size_t num_groups = (dim + group_size - 1) / group_size;
     const std::uint8_t* bytes = source + 2 * num_groups;
     bool sound = true;
     for (std::size_t group = 0; group < num_groups; ++group) {
-        const std::uint16_t half = load_half(source + 2 * group);
+        const std::uint16_t half = load<std::uint16_t>(source + 2 * group);
         const float scale = half_to_float(half);
         sound &= is_scale(half);
-        const std::size_t begin = group * int4_group;
-        const std::size_t count = dim - begin < int4_group ? dim - begin : int4_group;
+        const std::size_t begin = group * group_size;
+        const std::size_t count = dim - begin < group_size ? dim - begin : group_size;
         const std::uint8_t* pairs = bytes + begin / 2;
         float* target = out + begin;
         for (std::size_t i = 0; i < count / 2; ++i) {
@@ -103,11 +93,24 @@ bool dequantize_int4(const std::uint8_t* source, std::size_t dim, float* out) {
     return sound;
 }
 
+template <typename T>
+bool dequantize_static(const std::uint8_t* source, std::size_t dim, const Quantization& quantization, float* out) {
+    for (std::size_t i = 0; i < dim; ++i) {
+        const std::int32_t centred = std::int32_t{load<T>(source + sizeof(T) * i)} - quantization.zero_point;
+        out[i] = static_cast<float>(centred) * quantization.scale;
+    }
+    return true;
+}
+
 constexpr Codec codecs[] = {
-    {"fp32", 32, 0, dequantize_fp32},
-    {"fp16", 16, 0, dequantize_fp16},
-    {"int8", 8, whole_segment, dequantize_int8},
-    {"int4", 4, int4_group, dequantize_int4},
+    {"fp32", 32, 0, false, dequantize_fp32},
+    {"fp16", 16, 0, false, dequantize_fp16},
+    {"bf16", 16, 0, false, dequantize_bf16},
+    {"int8", 8, whole_segment, false, dequantize_int8},
+    {"int4", 4, 32, false, dequantize_int4<32>},
+    {"int4_64", 4, 64, false, dequantize_int4<64>},
+    {"static8", 8, 0, true, dequantize_static<std::uint8_t>},
+    {"static16", 16, 0, true, dequantize_static<std::uint16_t>},
 };
 
 }  // namespace
@@ -129,6 +132,23 @@ const Codec* find_codec(const std::string& name) {
         }
     }
     return nullptr;
+}
+
+std::string codec_names() {
+    std::string names;
+    for (const Codec& codec : codecs) {
+        names += (names.empty() ? "" : ", ") + std::string(codec.name);
+    }
+    return names;
+}
+
+bool to_half(const float* values, std::size_t count, std::uint16_t* out) {
+    unsigned infinite = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        out[i] = float_to_half(values[i]);
+        infinite |= (out[i] & half_infinity) == half_infinity;
+    }
+    return infinite == 0;
 }
 
 }  // namespace meki

@@ -1,18 +1,23 @@
 #include <unistd.h>
-#include <vector>
 
+#include "buffer.h"
 #include "commands.h"
+#include "error.h"
 #include "id_file.h"
 #include "output_file.h"
 
 namespace meki {
 
-void rows(const RowsOptions& options) {
-    const std::unique_ptr<RowReader> reader = open_reader(RomFile(options.rom), options.io);
-    std::vector<float> row(reader->rom().row_dim());
+void rows(const RowsOptions& options, bool raw) {
+    const std::unique_ptr<RowReader> reader = open_reader(RomFile(options.rom), options.io, 0, options.verify_rows);
+    if (raw && reader->rom().quantization() == nullptr) {
+        throw Error("the rows are not integers with one quantization", options.rom, "read them without --raw");
+    }
+    const RowElement element = raw ? RowElement::raw : RowElement::float32;
+    const Buffer<std::uint8_t> row(reader->rom().delivered_bytes(element));
     for (const std::uint32_t id : read_ids(options.ids_file)) {
-        reader->read({id, 1}, row.data());
-        write_all(STDOUT_FILENO, row.data(), row.size() * sizeof(float), "stdout");
+        reader->read({id, 1}, element, row.data());
+        write_all(STDOUT_FILENO, row.data(), row.size(), "stdout");
     }
 }
 

@@ -13,7 +13,9 @@ namespace meki {
 
 std::string describe_errno(int code) { return std::generic_category().message(code); }
 
-File::File(const std::string& path) : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+// O_NONBLOCK does nothing to regular files; to open a pipe would wait for its writer.
+File::File(const std::string& path)
+    : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
     if (descriptor_ < 0) {
         throw Error("cannot open the file: " + describe_errno(errno), path, "check the path");
     }

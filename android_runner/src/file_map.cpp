@@ -25,6 +25,8 @@ void FileMap::will_need(std::size_t offset, std::size_t num_bytes) const {
     ::madvise(data_ + begin, offset - begin + num_bytes, MADV_WILLNEED);
 }
 
+void FileMap::expect_random() const { ::madvise(data_, size_, MADV_RANDOM); }
+
 void FileMap::release() const { ::madvise(data_, size_, MADV_DONTNEED); }
 
 }  // namespace meki

@@ -21,6 +21,8 @@ public:
 
     // Asks the kernel to read these bytes now, in one piece.
     void will_need(std::size_t offset, std::size_t num_bytes) const;
+    // Says that touches are at random, so that a fault reads its page alone, and none ahead of it.
+    void expect_random() const;
     // Unmaps the pages, so that the page cache can drop them; touching them maps them again.
     void release() const;
 

@@ -2,24 +2,18 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <cstdio>
 #include <exception>
-#include <fcntl.h>
-#include <functional>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
 #include <thread>
-#include <unistd.h>
+#include <utility>
 
-#include "buffer.h"
-#include "bus_error.h"
-#include "error.h"
-#include "file_map.h"
 #include "interrupt.h"
+#include "probe_methods.h"
+#include "row_fetcher.h"
 #include "row_reader.h"
+#include "row_tensor.h"
 
 namespace meki {
 
@@ -29,123 +23,6 @@ using Clock = std::chrono::steady_clock;
 using Ids = std::vector<std::uint32_t>;
 
 double microseconds(Clock::duration duration) { return std::chrono::duration<double, std::micro>(duration).count(); }
-
-[[noreturn]] void fail_short(const RomFile& rom) {
-    throw Error("the file ends inside a row", rom.file().path(), "copy the file again");
-}
-
-// One way to read runs of rows; used by one thread.
-class Method {
-public:
-    virtual ~Method() = default;
-    virtual void read(const RowRun& run) = 0;
-};
-
-// What the bare methods share: the bytes of a run, and the room for the longest.
-class BareMethod : public Method {
-public:
-    explicit BareMethod(const std::string& path)
-        : rom_(path), pages_(rom_.run_bytes(rom_.address().rows_per_run()) + 2 * page_bytes) {}
-
-protected:
-    RomFile rom_;
-    Buffer<std::uint8_t> pages_;
-};
-
-class BarePread final : public BareMethod {
-public:
-    using BareMethod::BareMethod;
-    void read(const RowRun& run) override {
-        const File& file = rom_.file();
-        const std::size_t wanted = rom_.run_bytes(run.count);
-        if (read_at(file.descriptor(), pages_.data(), wanted, rom_.row_offset(run.first), file.path()) < wanted) {
-            fail_short(rom_);
-        }
-    }
-};
-
-class BareDirect final : public BareMethod {
-public:
-    explicit BareDirect(const std::string& path) : BareMethod(path) {
-        const int descriptor = rom_.file().descriptor();
-        if (::fcntl(descriptor, F_SETFL, ::fcntl(descriptor, F_GETFL) | O_DIRECT) != 0) {
-            throw Error("the file system does not support O_DIRECT", path, "probe another file system");
-        }
-    }
-    void read(const RowRun& run) override {
-        const File& file = rom_.file();
-        const std::uint64_t begin = rom_.row_offset(run.first), end = begin + rom_.run_bytes(run.count);
-        const std::uint64_t first_page = begin / page_bytes * page_bytes;
-        const auto length = static_cast<std::size_t>((end - first_page + page_bytes - 1) / page_bytes * page_bytes);
-        if (read_at_once(file.descriptor(), pages_.data(), length, first_page, file.path()) < end - first_page) {
-            fail_short(rom_);
-        }
-    }
-};
-
-class BareMap final : public BareMethod {
-public:
-    BareMap(const std::string& path, bool ask_first) : BareMethod(path), map_(rom_.file()), ask_first_(ask_first) {
-        install_bus_error_handler();
-    }
-    void read(const RowRun& run) override {
-        const auto offset = static_cast<std::size_t>(rom_.row_offset(run.first));
-        const std::size_t length = rom_.run_bytes(run.count);
-        if (ask_first_) {
-            map_.will_need(offset, length);
-        }
-        Touch touch{map_.data() + offset, length, 0};
-        if (!touch_mapped([](void* context) { static_cast<Touch*>(context)->run(); }, &touch)) {
-            fail_short(rom_);
-        }
-    }
-
-private:
-    struct Touch {
-        const std::uint8_t* data;
-        std::size_t length;
-        volatile unsigned sum;
-        void run() {
-            for (std::size_t i = 0; i < length; i += page_bytes) {
-                sum = sum + data[i];
-            }
-            sum = sum + data[length - 1];
-        }
-    };
-
-    FileMap map_;
-    bool ask_first_;
-};
-
-class Fetch final : public Method {
-public:
-    Fetch(const std::string& path, IoMode mode)
-        : reader_(open_reader(RomFile(path), mode)),
-          out_(reader_->rom().address().rows_per_run() * reader_->rom().row_dim()) {}
-    void read(const RowRun& run) override { reader_->read(run, out_.data()); }
-
-private:
-    std::unique_ptr<RowReader> reader_;
-    std::vector<float> out_;
-};
-
-struct NamedMethod {
-    const char* name;
-    std::function<std::unique_ptr<Method>(const std::string& path)> open;
-};
-
-const std::vector<NamedMethod>& named_methods() {
-    static const std::vector<NamedMethod> methods = {
-        {"pread", [](const std::string& path) { return std::make_unique<BarePread>(path); }},
-        {"direct", [](const std::string& path) { return std::make_unique<BareDirect>(path); }},
-        {"mmap", [](const std::string& path) { return std::make_unique<BareMap>(path, true); }},
-        {"faults", [](const std::string& path) { return std::make_unique<BareMap>(path, false); }},
-        {"fetch pread", [](const std::string& path) { return std::make_unique<Fetch>(path, IoMode::pread); }},
-        {"fetch direct", [](const std::string& path) { return std::make_unique<Fetch>(path, IoMode::direct); }},
-        {"fetch mmap", [](const std::string& path) { return std::make_unique<Fetch>(path, IoMode::mmap); }},
-    };
-    return methods;
-}
 
 // Reads what the tokens at `begin`, `begin + step`, … of a text need.
 class Reading {
@@ -171,29 +48,83 @@ private:
     std::vector<RowRun> runs_;
 };
 
-Ids random_text(const ProbeConfig& config, std::uint64_t num_ids) {
-    std::mt19937_64 random(config.seed);
-    Ids text(config.num_tokens);
+constexpr std::size_t num_prefills = 11;
+
+Ids random_text(std::uint64_t seed, std::size_t num_tokens, std::uint64_t num_ids) {
+    std::mt19937_64 random(seed);
+    Ids text(num_tokens);
     for (std::uint32_t& id : text) {
         id = static_cast<std::uint32_t>(random() % num_ids);
     }
     return text;
 }
 
-std::vector<double> measure_latencies(const ProbeConfig& config, const RomFile& rom, const Ids& text, Method& method) {
-    Reading reading(rom, text, method);
-    std::vector<double> latencies;
-    auto start = Clock::now();
-    for (std::size_t position = 0; position < text.size(); ++position) {
-        throw_if_interrupted();
-        std::this_thread::sleep_until(start);
-        const auto begin = Clock::now();
-        reading.token(position);
-        latencies.push_back(microseconds(Clock::now() - begin));
-        start = begin + std::chrono::microseconds(config.cadence_us);
+// One token after another, the methods in turn, the first of them another one each round. Each reads rows of
+// its own: those that another has just read may be in a cache below the file system.
+void measure_latencies(const ProbeConfig& config, RowReader& reader, const std::vector<const NamedMethod*>& named,
+                       std::vector<MethodReport>& reports) {
+    const std::size_t rounds = config.num_tokens;
+    const Ids text = random_text(config.seed + 2, rounds * named.size(), reader.rom().address().num_tokens());
+    std::vector<std::unique_ptr<Method>> methods;
+    std::vector<Reading> readings;
+    for (const NamedMethod* method : named) {
+        methods.push_back(method->open(config.rom));
+        readings.emplace_back(reader.rom(), text, *methods.back());
     }
-    std::sort(latencies.begin(), latencies.end());
-    return latencies;
+    reader.drop_page_cache();
+    auto start = Clock::now();
+    for (std::size_t round = 0; round < rounds; ++round) {
+        for (std::size_t turn = 0; turn < methods.size(); ++turn) {
+            const std::size_t i = (round + turn) % methods.size();
+            throw_if_interrupted();
+            std::this_thread::sleep_until(start);
+            const auto begin = Clock::now();
+            readings[i].token(round * methods.size() + turn);
+            reports[i].latencies_us.push_back(microseconds(Clock::now() - begin));
+            methods[i]->release();
+            reader.drop_page_cache();
+            start = begin + std::chrono::microseconds(config.cadence_us);
+        }
+    }
+    for (MethodReport& report : reports) {
+        std::sort(report.latencies_us.begin(), report.latencies_us.end());
+    }
+}
+
+// Prompts of `batch` tokens, each fetched by every way of reading in turn.
+std::vector<PrefillReport> measure_prefills(const ProbeConfig& config, bool direct) {
+    struct Arm {
+        PrefillReport report;
+        RowFetcher fetcher;
+    };
+    std::vector<std::unique_ptr<Arm>> arms;
+    for (const IoMode mode : {IoMode::pread, IoMode::direct, IoMode::mmap}) {
+        if (mode != IoMode::direct || direct) {
+            arms.emplace_back(new Arm{{name_of(mode), {}}, {open_reader(RomFile(config.rom), mode), config.batch}});
+        }
+    }
+    const RomFile& rom = arms.front()->fetcher.reader().rom();
+    const Ids text = random_text(config.seed + 1, config.batch * num_prefills, rom.address().num_tokens());
+    RowTensor out({config.batch, rom.address().rows_per_token(), rom.row_dim()}, 0);
+    for (std::size_t prefill = 0; prefill < num_prefills; ++prefill) {
+        for (std::size_t turn = 0; turn < arms.size(); ++turn) {
+            throw_if_interrupted();
+            Arm& arm = *arms[(prefill + turn) % arms.size()];
+            for (const auto& each : arms) {
+                each->fetcher.reader().drop_page_cache();
+            }
+            const auto begin = Clock::now();
+            arm.fetcher.submit(text.data(), prefill * config.batch, config.batch, out);
+            arm.fetcher.wait();
+            arm.report.batches_us.push_back(microseconds(Clock::now() - begin));
+        }
+    }
+    std::vector<PrefillReport> reports;
+    for (const auto& arm : arms) {
+        std::sort(arm->report.batches_us.begin(), arm->report.batches_us.end());
+        reports.push_back(std::move(arm->report));
+    }
+    return reports;
 }
 
 Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMethod& method, std::size_t num_threads) {
@@ -230,118 +161,35 @@ Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMe
     return {num_threads, static_cast<double>(text.size()) / seconds, static_cast<double>(total) / seconds};
 }
 
-bool supports_direct(const std::string& path) {
-    try {
-        const BareDirect direct(path);
-        return true;
-    } catch (const Error&) {
-        return false;
-    }
-}
-
-std::string format(const char* pattern, double value) {
-    char text[64];
-    std::snprintf(text, sizeof text, pattern, value);
-    return text;
-}
-
-constexpr double shares[] = {0.5, 0.9, 0.99};
-constexpr const char* share_names[] = {"p50", "p90", "p99"};
-
 }  // namespace
 
 ProbeReport probe(const ProbeConfig& config) {
     const std::unique_ptr<RowReader> reader = open_reader(RomFile(config.rom), IoMode::pread);
     const RomFile& rom = reader->rom();
-    const Ids text = random_text(config, rom.address().num_tokens());
-    ProbeReport report{rom.address().kind(), rom.file().size(), 0, {}};
+    const Ids text = random_text(config.seed, config.num_tokens, rom.address().num_tokens());
+    ProbeReport report{rom.address().kind(), rom.file().size(), 0, {}, {}};
     const bool direct = supports_direct(config.rom);
+    std::vector<const NamedMethod*> methods;
     for (const NamedMethod& method : named_methods()) {
-        if (!direct && std::string(method.name).find("direct") != std::string::npos) {
-            continue;
+        if (direct || std::string(method.name).find("direct") == std::string::npos) {
+            methods.push_back(&method);
+            report.methods.push_back({method.name, {}, {}});
         }
-        MethodReport measured{method.name, {}, {}};
-        reader->drop_page_cache();
-        {
-            const std::unique_ptr<Method> opened = method.open(config.rom);
-            measured.latencies_us = measure_latencies(config, rom, text, *opened);
-        }
+    }
+    measure_latencies(config, *reader, methods, report.methods);
+    for (std::size_t i = 0; i < methods.size(); ++i) {
         for (std::size_t threads = 1; threads <= config.max_threads; threads *= 2) {
             throw_if_interrupted();
             reader->drop_page_cache();
-            measured.throughput.push_back(measure_throughput(rom, text, method, threads));
+            report.methods[i].throughput.push_back(measure_throughput(rom, text, *methods[i], threads));
         }
-        const Throughput& first = measured.throughput.front();
+        const Throughput& first = report.methods[i].throughput.front();
         report.bytes_per_token = first.bytes_per_s / first.tokens_per_s;
-        report.methods.push_back(std::move(measured));
+    }
+    if (config.batch > 0) {
+        report.prefill = measure_prefills(config, direct);
     }
     return report;
-}
-
-double percentile(const std::vector<double>& ascending, double share) {
-    const double rank = std::ceil(share * static_cast<double>(ascending.size()));
-    return ascending[std::max<std::size_t>(static_cast<std::size_t>(rank), 1) - 1];
-}
-
-std::string to_json(const ProbeConfig& config, const ProbeReport& report) {
-    using Json = nlohmann::ordered_json;
-    Json methods = Json::array();
-    for (const MethodReport& method : report.methods) {
-        Json latency = {{"mean", std::accumulate(method.latencies_us.begin(), method.latencies_us.end(), 0.0) /
-                                     static_cast<double>(method.latencies_us.size())}};
-        for (std::size_t i = 0; i < std::size(shares); ++i) {
-            latency[share_names[i]] = percentile(method.latencies_us, shares[i]);
-        }
-        latency["max"] = method.latencies_us.back();
-        Json throughput = Json::array();
-        for (const Throughput& entry : method.throughput) {
-            throughput.push_back({{"threads", entry.threads},
-                                  {"tokens_per_s", entry.tokens_per_s},
-                                  {"bytes_per_s", entry.bytes_per_s}});
-        }
-        methods.push_back({{"method", method.method}, {"latency_us", latency}, {"throughput", throughput}});
-    }
-    const Json json = {{"schema", 1},
-                       {"rom", config.rom},
-                       {"addressing", report.addressing},
-                       {"file_bytes", report.file_bytes},
-                       {"bytes_per_token", report.bytes_per_token},
-                       {"num_tokens", config.num_tokens},
-                       {"cadence_us", config.cadence_us},
-                       {"seed", config.seed},
-                       {"methods", std::move(methods)}};
-    return json.dump(1) + "\n";
-}
-
-std::string to_markdown(const ProbeConfig& config, const ProbeReport& report) {
-    std::string text = "`" + config.rom + "`: " + std::to_string(report.file_bytes) + " bytes, " + report.addressing +
-                       ", " + format("%.0f", report.bytes_per_token) + " bytes a token; " +
-                       std::to_string(config.num_tokens) + " random tokens, " + std::to_string(config.cadence_us) +
-                       " µs from one to the next, page cache emptied\n\n| method |";
-    std::string rule = "\n|---|";
-    for (const char* name : share_names) {
-        text += std::string(" ") + name + " µs |";
-        rule += "---:|";
-    }
-    text += " max µs |";
-    rule += "---:|";
-    for (const Throughput& entry : report.methods.front().throughput) {
-        const char* const plural = entry.threads == 1 ? "" : "s";
-        text += " tokens/s, " + std::to_string(entry.threads) + " thread" + plural + " | MB/s |";
-        rule += "---:|---:|";
-    }
-    text += rule;
-    for (const MethodReport& method : report.methods) {
-        text += "\n| " + method.method + " |";
-        for (const double share : shares) {
-            text += format(" %.0f |", percentile(method.latencies_us, share));
-        }
-        text += format(" %.0f |", method.latencies_us.back());
-        for (const Throughput& entry : method.throughput) {
-            text += format(" %.0f |", entry.tokens_per_s) + format(" %.1f |", entry.bytes_per_s / 1e6);
-        }
-    }
-    return text + "\n";
 }
 
 }  // namespace meki

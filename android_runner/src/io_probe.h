@@ -1,54 +1,16 @@
 // Measures how fast the storage gives the rows of random tokens, by each way to read them.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <vector>
+#include "probe_report.h"
 
 namespace meki {
 
-struct ProbeConfig {
-    std::string rom;
-    // Tokens whose rows are read, one after another, for the latencies; and by all threads together for
-    // the throughput.
-    std::size_t num_tokens;
-    // From the start of one token's reads to the start of the next one's. At 0 they follow at once; a
-    // storage that was idle for a token's time answers more slowly.
-    std::uint64_t cadence_us;
-    std::size_t max_threads;
-    std::uint64_t seed;
-};
-
-struct Throughput {
-    std::size_t threads;
-    double tokens_per_s;
-    double bytes_per_s;
-};
-
-struct MethodReport {
-    std::string method;
-    std::vector<double> latencies_us;  // of each token, ascending
-    std::vector<Throughput> throughput;
-};
-
-struct ProbeReport {
-    std::string addressing;
-    std::uint64_t file_bytes;
-    double bytes_per_token;  // of the rows that were read, on average
-    std::vector<MethodReport> methods;
-};
-
 // The bare methods read bytes: pread, direct (O_DIRECT, whole pages), mmap (asked for in one piece, then
-// touched) and faults (mmap, touched only). Those called fetch are what the harness does: read and decode.
-// A method that the file system does not support is left out. The page cache is emptied before each.
-// Throws Error if the file cannot be read.
+// touched), faults (mmap, touched only, with the system's read-ahead), random faults (the same without
+// read-ahead) and layers (a pread for each segment, as from a table a layer). Those called fetch are what the
+// harness does: read and decode. A method that the file system does not support is left out. Methods take
+// turns token by token, and the file is out of the page cache before each read; in the throughputs it is so
+// before each method. Throws Error if the file cannot be read.
 ProbeReport probe(const ProbeConfig& config);
-
-// The value below which `share` of `ascending` lies.
-double percentile(const std::vector<double>& ascending, double share);
-
-std::string to_json(const ProbeConfig& config, const ProbeReport& report);
-std::string to_markdown(const ProbeConfig& config, const ProbeReport& report);
 
 }  // namespace meki

@@ -7,18 +7,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "address.h"
 #include "codec.h"
-#include "file.h"
+#include "quantization.h"
+#include "safetensors.h"
 
 namespace meki {
-
-class JsonObject;
 
 constexpr std::size_t page_bytes = 4096;
 
@@ -31,12 +29,15 @@ struct Segment {
     const Codec* codec;
 };
 
+// What a reader wants the elements of rows as. `raw`: the integers of a static codec, as they are in the file.
+enum class RowElement { float32, float16, raw };
+
 class RomFile {
 public:
     // Throws Error if `path` is not a ROM file that this reader knows, or is damaged.
     explicit RomFile(const std::string& path);
 
-    const File& file() const { return file_; }
+    const File& file() const { return container_.file(); }
     std::uint64_t num_rows() const { return num_rows_; }
     // Bytes from one row to the next.
     std::size_t row_stride() const { return row_stride_; }
@@ -44,8 +45,16 @@ public:
     std::size_t row_bytes() const { return row_bytes_; }
     // Elements of a dequantized row, all segments together.
     std::size_t row_dim() const { return row_dim_; }
+    const std::vector<Segment>& segments() const { return segments_; }
     const std::string& tokenizer_sha256() const { return tokenizer_sha256_; }
     const Address& address() const { return *address_; }
+    // What the integers of all rows mean; null unless their codec is static.
+    const Quantization* quantization() const { return is_static() ? &quantization_ : nullptr; }
+    // Bytes of an element of a static codec: 1 (unsigned) or 2.
+    std::size_t raw_element_bytes() const { return segments_.front().codec->element_bits / 8; }
+    bool has_checksums() const { return container_.has("checksums"); }
+    // One of each row. Throws Error if there are none, or if what the addressing needs does not match its own.
+    std::vector<std::uint32_t> read_checksums() const;
 
     // The byte of the file where row `id` starts.
     std::uint64_t row_offset(std::uint64_t id) const { return data_start_ + id * row_stride_; }
@@ -55,38 +64,35 @@ public:
     // As `Address::locate`. Throws Error if an id has no rows.
     std::size_t locate(const std::uint32_t* sequence, std::size_t position, RowRun* runs) const;
 
-    // Turns the `row_bytes` bytes of a row into `row_dim` floats, segment after segment. Returns null,
-    // or the first segment whose bytes are damaged. Does not throw, so it may read from a map.
-    const Segment* dequantize(const std::uint8_t* row, float* out) const noexcept;
+    // Bytes of a row's elements as `element`; raw is for static codecs only.
+    std::size_t delivered_bytes(RowElement element) const;
+    // Turns the `row_bytes` bytes of a row into its elements, segment after segment. `floats`, room for
+    // `row_dim` of them, is used only for float16. Returns null, or the first segment whose bytes are damaged
+    // or do not fit a float16. Does not throw, so it may read from a map.
+    const Segment* deliver(const std::uint8_t* row, RowElement element, float* floats, void* out) const noexcept;
 
 private:
-    // A tensor of the header; its bytes begin and end at these bytes of the file.
-    struct Tensor {
-        std::string dtype;
-        std::vector<std::uint64_t> shape;
-        std::uint64_t begin;
-        std::uint64_t end;
-    };
-    using Tensors = std::map<std::string, Tensor>;
+    void check_metadata() const;
+    void check_tensors() const;
+    void parse_rows();
+    void parse_segments();
+    void check_static(const Segment& segment) const;
+    void parse_quantization();
+    void parse_address();
+    void check_checksums() const;
+    // The tensor that the addressing needs; null: none.
+    const char* address_tensor() const;
+    bool is_static() const { return segments_.front().codec->is_static; }
+    const Segment* dequantize(const std::uint8_t* row, float* out) const noexcept;
 
-    void parse_header(const std::string& header, std::uint64_t header_end);
-    void check_metadata(const JsonObject& metadata) const;
-    Tensor parse_tensor(const std::string& name, const JsonObject& object, std::uint64_t header_end) const;
-    void parse_rows(const Tensors& tensors);
-    void parse_segments(const std::string& text);
-    void parse_address(const JsonObject& metadata, const Tensors& tensors);
-    // All elements of a tensor of one axis.
-    template <typename T>
-    std::vector<T> read_list(const Tensors& tensors, const char* name, const char* dtype) const;
-    [[noreturn]] void fail(const std::string& what) const;
-
-    File file_;
+    Safetensors container_;
     std::uint64_t num_rows_ = 0;
     std::size_t row_stride_ = 0;
     std::size_t row_bytes_ = 0;
     std::size_t row_dim_ = 0;
     std::uint64_t data_start_ = 0;
     std::vector<Segment> segments_;
+    Quantization quantization_{1, 0};
     std::string tokenizer_sha256_;
     std::unique_ptr<const Address> address_;
 };

@@ -10,6 +10,15 @@
 
 namespace meki {
 
+namespace {
+
+// What the integers of a static codec are, as a graph's input.
+ElementType raw_type(const RomFile& rom) {
+    return {rom.raw_element_bytes() == 1 ? DType::uint8 : DType::uint16, *rom.quantization()};
+}
+
+}  // namespace
+
 FetchStats& FetchStats::operator+=(const FetchStats& other) {
     io_us += other.io_us;
     stall_us += other.stall_us;
@@ -20,7 +29,10 @@ FetchStats& FetchStats::operator+=(const FetchStats& other) {
 }
 
 RowFetcher::RowFetcher(std::unique_ptr<RowReader> reader, std::size_t max_batch)
-    : reader_(std::move(reader)), max_batch_(max_batch), runs_(reader_->rom().address().runs_per_token()) {
+    : reader_(std::move(reader)),
+      max_batch_(max_batch),
+      runs_(reader_->rom().address().runs_per_token()),
+      scratch_(reader_->rom().address().rows_per_run() * reader_->rom().row_dim()) {
     targets_.reserve(max_batch * runs_.size());
     thread_ = std::thread([this] { run(); });
 }
@@ -107,15 +119,16 @@ void RowFetcher::fetch(Batch& batch) {
         }
     }
     const std::size_t row_dim = reader_->rom().row_dim();
+    const ElementType& type = batch.out->type();
     const Target* previous = nullptr;
-    const float* previous_rows = nullptr;
+    const void* previous_rows = nullptr;
     for (const Target& target : targets_) {
-        float* rows = batch.out->row(target.token, target.place);
+        void* const rows = batch.out->row(target.token, target.place);
         if (previous != nullptr && target.run.first == previous->run.first) {
             // The same run: where runs start at the same row, they are one token's.
-            std::memcpy(rows, previous_rows, target.run.count * row_dim * sizeof(float));
+            std::memcpy(rows, previous_rows, target.run.count * row_dim * type.size());
         } else {
-            const std::size_t num_bytes = reader_->read(target.run, rows);
+            const std::size_t num_bytes = read(target.run, type, rows);
             batch.stats.bytes_read += num_bytes;
             (num_bytes > 0 ? batch.stats.rows_read : batch.stats.cache_hits) += target.run.count;
         }
@@ -123,6 +136,22 @@ void RowFetcher::fetch(Batch& batch) {
         previous_rows = rows;
     }
     batch.stats.io_us = now_us() - begin;
+}
+
+std::size_t RowFetcher::read(const RowRun& run, const ElementType& type, void* rows) {
+    if (type.dtype == DType::float32) {
+        return reader_->read(run, RowElement::float32, rows);
+    }
+    if (type.dtype == DType::float16) {
+        return reader_->read(run, RowElement::float16, rows);
+    }
+    const RomFile& rom = reader_->rom();
+    if (rom.quantization() != nullptr && type == raw_type(rom)) {
+        return reader_->read(run, RowElement::raw, rows);  // one quantization, not two
+    }
+    const std::size_t num_bytes = reader_->read(run, scratch_.data());
+    encode(type, scratch_.data(), run.count * rom.row_dim(), rows);
+    return num_bytes;
 }
 
 void RowFetcher::locate(const Batch& batch) {

@@ -1,4 +1,4 @@
-// A reader thread that turns token ids into dequantized rows while the caller does other work.
+// A reader thread that turns token ids into rows of the graph's type while the caller does other work.
 //
 // Hand over the ids the moment they are known, do whatever does not need the rows, then wait for
 // them: what the wait costs is the stall, told apart from the time spent on I/O.
@@ -74,6 +74,8 @@ private:
     // Claims and fetches the oldest batch that nobody began; `lock` is open meanwhile.
     void fetch_next(std::unique_lock<std::mutex>& lock);
     void fetch(Batch& batch);
+    // One run, in the type that the graph takes. Returns the bytes asked of the file.
+    std::size_t read(const RowRun& run, const ElementType& type, void* rows);
     void locate(const Batch& batch);
 
     std::unique_ptr<RowReader> reader_;
@@ -82,6 +84,7 @@ private:
     // Of the batch that is being fetched.
     std::vector<RowRun> runs_;
     std::vector<Target> targets_;
+    Buffer<float> scratch_;  // a run, where the graph takes integers that are not those of the file
 
     std::mutex mutex_;
     std::condition_variable work_signal_;

@@ -8,6 +8,7 @@
 
 #include "buffer.h"
 #include "bus_error.h"
+#include "checksum.h"
 #include "error.h"
 #include "file_map.h"
 
@@ -25,13 +26,15 @@ public:
     explicit PreadReader(RomFile file) : RowReader(std::move(file)), rows_(max_run_bytes()) {}
 
 private:
-    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
+    Fetched fetch(const RowRun& run, const Destination& to) override {
         const File& file = rom().file();
-        const std::size_t wanted = rom().run_bytes(count);
-        if (read_at(file.descriptor(), rows_.data(), wanted, offset, file.path()) < wanted) {
-            fail_short(offset);
+        const std::size_t wanted = rom().run_bytes(run.count);
+        const bool as_they_are = to.element == RowElement::raw && wanted == run.count * rom().row_bytes();
+        std::uint8_t* rows = as_they_are ? to.out : rows_.data();
+        if (read_at(file.descriptor(), rows, wanted, offset_of(run), file.path()) < wanted) {
+            fail_short(offset_of(run));
         }
-        return {wanted, dequantize(rows_.data(), count, out), rows_.data()};
+        return {wanted, deliver(run, rows, to), rows};
     }
 
     void prefetch(std::uint64_t offset, std::size_t num_bytes) override {
@@ -56,11 +59,12 @@ public:
     }
 
 private:
-    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
+    Fetched fetch(const RowRun& run, const Destination& to) override {
         const File& file = rom().file();
+        const std::uint64_t offset = offset_of(run);
         const std::uint64_t begin = round_down(offset);
         const auto skip = static_cast<std::size_t>(offset - begin);
-        const std::size_t wanted = skip + rom().run_bytes(count);
+        const std::size_t wanted = skip + rom().run_bytes(run.count);
         const auto length = static_cast<std::size_t>(round_up(wanted));
         std::size_t done = 0;
         while (done < wanted) {
@@ -74,7 +78,7 @@ private:
         if (done < wanted) {
             fail_short(offset);
         }
-        return {length, dequantize(pages_.data() + skip, count, out), pages_.data() + skip};
+        return {length, deliver(run, pages_.data() + skip, to), pages_.data() + skip};
     }
 
     void prefetch(std::uint64_t, std::size_t) override {}  // there is no cache to fetch into
@@ -88,27 +92,27 @@ public:
     explicit MmapReader(RomFile file) : RowReader(std::move(file)), map_(rom().file()) { install_bus_error_handler(); }
 
 private:
-    struct Copy {
-        const MmapReader* reader;
-        const std::uint8_t* rows;
-        std::size_t count;
-        float* out;
+    struct Delivery {
+        MmapReader* reader;
+        const RowRun& run;
+        const Destination& to;
         Damage damage;
     };
 
-    Fetched fetch(std::uint64_t offset, std::size_t count, float* out) override {
-        prefetch(offset, rom().run_bytes(count));
-        Copy copy{this, map_.data() + offset, count, out, {}};
+    Fetched fetch(const RowRun& run, const Destination& to) override {
+        prefetch(offset_of(run), rom().run_bytes(run.count));
+        Delivery delivery{this, run, to, {}};
         const bool whole = touch_mapped(
             [](void* context) {
-                Copy& job = *static_cast<Copy*>(context);
-                job.damage = job.reader->dequantize(job.rows, job.count, job.out);
+                Delivery& job = *static_cast<Delivery*>(context);
+                const std::uint8_t* rows = job.reader->map_.data() + job.reader->offset_of(job.run);
+                job.damage = job.reader->deliver(job.run, rows, job.to);
             },
-            &copy);
+            &delivery);
         if (!whole) {
-            fail_short(offset);
+            fail_short(offset_of(run));
         }
-        return {rom().run_bytes(count), copy.damage, nullptr};
+        return {rom().run_bytes(run.count), delivery.damage, nullptr};
     }
 
     void prefetch(std::uint64_t offset, std::size_t num_bytes) override {
@@ -134,17 +138,20 @@ const char* name_of(IoMode mode) {
     return "";
 }
 
-std::size_t RowReader::read(const RowRun& run, float* out) {
+std::size_t RowReader::read(const RowRun& run, RowElement element, void* out) {
+    assert(element != RowElement::raw || rom_.quantization() != nullptr);
     check(run);
+    const Destination to{element, static_cast<std::uint8_t*>(out)};
     if (is_cached(run)) {
         for (std::size_t row = 0; row < run.count; ++row) {
-            rom_.dequantize(cache_->find(run.first + row), out + row * rom_.row_dim());
+            rom_.deliver(cache_->find(run.first + row), element, floats_.data(),
+                         to.out + row * rom_.delivered_bytes(element));
         }
         return 0;
     }
-    const Fetched fetched = fetch(rom_.row_offset(run.first), run.count, out);
-    if (fetched.damage.segment != nullptr) {
-        fail_damaged(run.first + fetched.damage.row, *fetched.damage.segment);
+    const Fetched fetched = fetch(run, to);
+    if (fetched.damage.found) {
+        fail_damaged(run, fetched.damage, element);
     }
     if (cache_) {
         for (std::size_t row = 0; row < run.count; ++row) {
@@ -175,11 +182,17 @@ void RowReader::drop_page_cache() {
     }
 }
 
-RowReader::Damage RowReader::dequantize(const std::uint8_t* rows, std::size_t count, float* out) const noexcept {
-    for (std::size_t row = 0; row < count; ++row) {
-        const Segment* damaged = rom_.dequantize(rows + row * rom_.row_stride(), out + row * rom_.row_dim());
+RowReader::Damage RowReader::deliver(const RowRun& run, const std::uint8_t* rows, const Destination& to) noexcept {
+    const std::size_t pitch = rom_.delivered_bytes(to.element);
+    for (std::size_t row = 0; row < run.count; ++row) {
+        const std::uint8_t* bytes = rows + row * rom_.row_stride();
+        if (!checksums_.empty() &&
+            crc32(bytes, rom_.row_bytes()) != checksums_[static_cast<std::size_t>(run.first + row)]) {
+            return {true, row, nullptr};
+        }
+        const Segment* damaged = rom_.deliver(bytes, to.element, floats_.data(), to.out + row * pitch);
         if (damaged != nullptr) {
-            return {row, damaged};
+            return {true, row, damaged};
         }
     }
     return {};
@@ -207,12 +220,17 @@ bool RowReader::is_cached(const RowRun& run) const {
     return true;
 }
 
-void RowReader::fail_damaged(std::uint64_t id, const Segment& segment) const {
-    const bool scaled = segment.codec->scale_group != 0;
-    throw Error("row " + std::to_string(id) + ", layer " + std::to_string(segment.layer) + " memory " +
-                    std::to_string(segment.memory) +
-                    (scaled ? ": a scale is negative, NaN or infinite" : ": an element is NaN or infinite"),
-                rom_.file().path(), "copy the file again, and compare it with `meki-edge verify`");
+void RowReader::fail_damaged(const RowRun& run, const Damage& damage, RowElement element) const {
+    std::string what = "row " + std::to_string(run.first + damage.row);
+    if (damage.segment == nullptr) {
+        what += ": the checksum does not match";
+    } else {
+        what += ", layer " + std::to_string(damage.segment->layer) + " memory " + std::to_string(damage.segment->memory);
+        what += damage.segment->codec->scale_group != 0 ? ": a scale is negative, NaN or infinite"
+                                                        : ": an element is NaN or infinite";
+        what += element == RowElement::float16 ? ", or too large for float16" : "";
+    }
+    throw Error(what, rom_.file().path(), "copy the file again, and compare it with `meki-edge verify`");
 }
 
 void RowReader::fail_short(std::uint64_t offset) const {
@@ -221,8 +239,10 @@ void RowReader::fail_short(std::uint64_t offset) const {
                 rom_.file().path(), "check the storage, or copy the file again");
 }
 
-std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes) {
+std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes, bool verify_rows) {
     assert(cache_bytes == 0 || mode != IoMode::mmap);
+    // Before the file may become one of whole pages only.
+    std::vector<std::uint32_t> checksums = verify_rows ? rom.read_checksums() : std::vector<std::uint32_t>{};
     std::unique_ptr<RowReader> reader;
     switch (mode) {
         case IoMode::pread:
@@ -235,6 +255,7 @@ std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t c
             reader = std::make_unique<MmapReader>(std::move(rom));
             break;
     }
+    reader->checksums_ = std::move(checksums);
     if (cache_bytes > 0) {
         const RomFile& file = reader->rom();
         if (reader->cache_.emplace(cache_bytes, file.row_bytes(), file.num_rows()).capacity() == 0) {

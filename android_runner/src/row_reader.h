@@ -1,4 +1,4 @@
-// Reads rows of a ROM file and dequantizes them.
+// Reads rows of a ROM file and turns them into what a graph takes.
 //
 // Consecutive rows are one read. A reader belongs to one thread at a time: it has one scratch buffer.
 #pragma once
@@ -8,7 +8,9 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "buffer.h"
 #include "rom_file.h"
 #include "row_cache.h"
 
@@ -25,10 +27,12 @@ public:
 
     const RomFile& rom() const { return rom_; }
 
-    // Fetches the rows of a run, at most the address's `rows_per_run`, into `out` [count, row_dim]. Returns
-    // the bytes that were asked of the file: none if all rows were in the cache. Throws Error if a row is
-    // out of range or damaged, the file shrank, or the storage failed.
-    std::size_t read(const RowRun& run, float* out);
+    // Fetches the rows of a run, at most the address's `rows_per_run`, into `out` [count, row_dim], aligned for
+    // its elements. Raw rows without gaps are read straight into it. Returns the bytes that were asked of the
+    // file: none if all rows were in the cache. Throws Error if a row is out of range or damaged, the file
+    // shrank, or the storage failed.
+    std::size_t read(const RowRun& run, RowElement element, void* out);
+    std::size_t read(const RowRun& run, float* out) { return read(run, RowElement::float32, out); }
 
     // Says that a run is wanted soon, so that the storage works on several at once: 128 cold rows
     // announced before they are read took a third of the time, on one thread.
@@ -39,10 +43,16 @@ public:
     void drop_page_cache();
 
 protected:
-    explicit RowReader(RomFile rom) : rom_(std::move(rom)) {}
+    explicit RowReader(RomFile rom) : rom_(std::move(rom)), floats_(rom_.row_dim()) {}
 
-    // The first damaged segment of a run, which lies in its row number `row`; or null.
+    // Where the elements of a run go.
+    struct Destination {
+        RowElement element;
+        std::uint8_t* out;
+    };
+    // What is wrong with the first damaged row of a run: a segment of it, or (null) its checksum.
     struct Damage {
+        bool found;
         std::size_t row;
         const Segment* segment;
     };
@@ -51,30 +61,34 @@ protected:
         Damage damage;
         const std::uint8_t* rows;  // as they are in the file, until the next fetch
     };
-    // Fetches and dequantizes `count` rows from byte `offset` of the file on.
-    virtual Fetched fetch(std::uint64_t offset, std::size_t count, float* out) = 0;
+    virtual Fetched fetch(const RowRun& run, const Destination& to) = 0;
     virtual void prefetch(std::uint64_t offset, std::size_t num_bytes) = 0;
     virtual void release_pages() {}
 
     // The bytes of the longest run.
     std::size_t max_run_bytes() const { return rom_.run_bytes(rom_.address().rows_per_run()); }
-    // Dequantizes the `count` rows at `rows`. Does not throw, so it may read from a map.
-    Damage dequantize(const std::uint8_t* rows, std::size_t count, float* out) const noexcept;
+    // Checks and converts the rows of a run, whose bytes are at `rows`. Does not throw, so it may read from a map.
+    Damage deliver(const RowRun& run, const std::uint8_t* rows, const Destination& to) noexcept;
+    std::uint64_t offset_of(const RowRun& run) const { return rom_.row_offset(run.first); }
     [[noreturn]] void fail_short(std::uint64_t offset) const;
 
 private:
-    friend std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes);
+    friend std::unique_ptr<RowReader> open_reader(RomFile, IoMode, std::uint64_t, bool);
 
     void check(const RowRun& run) const;
     bool is_cached(const RowRun& run) const;
-    [[noreturn]] void fail_damaged(std::uint64_t id, const Segment& segment) const;
+    [[noreturn]] void fail_damaged(const RowRun& run, const Damage& damage, RowElement element) const;
 
     RomFile rom_;
     std::optional<RowCache> cache_;
+    std::vector<std::uint32_t> checksums_;  // of all rows, or none
+    Buffer<float> floats_;                  // a row on its way to float16
 };
 
 // `cache_bytes` of memory keep rows that are wanted again; not with `IoMode::mmap`, whose pages are such a
-// cache. Throws Error if the file system does not support `mode`, or if the cache would not hold a row.
-std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes = 0);
+// cache. `verify_rows`: every row that is read is compared with its checksum. Throws Error if the file system
+// does not support `mode`, if the cache would not hold a row, or if there are no checksums.
+std::unique_ptr<RowReader> open_reader(RomFile rom, IoMode mode, std::uint64_t cache_bytes = 0,
+                                       bool verify_rows = false);
 
 }  // namespace meki

@@ -20,6 +20,13 @@ void fetch_everything(const std::string& path) {
     const std::uint32_t sequence[] = {0, last, last / 2, 0};
     fetcher.submit(sequence, 0, 4, out);
     fetcher.wait();
+    const auto reader = meki::open_reader(meki::RomFile(path), meki::IoMode::pread, 0, rom.has_checksums());
+    const std::size_t rows = reader->rom().address().rows_per_run();
+    std::vector<std::uint8_t> row(rows * reader->rom().row_dim() * sizeof(float));
+    reader->read({0, rows}, meki::RowElement::float16, row.data());
+    if (reader->rom().quantization() != nullptr) {
+        reader->read({0, rows}, meki::RowElement::raw, row.data());
+    }
 }
 
 }  // namespace
@@ -107,6 +114,12 @@ int main() {
     write_ragged_rom(path, {0, 1, 5, 7}, 44, 11);
     seeds.push_back(read_file(path));
     write_hashed_rom(path, {0, 1, 2, 3, 1}, 64, 11);
+    seeds.push_back(read_file(path));
+    write_static_rom(path, 9, 64, 11);
+    add_checksums(path, 22);
+    seeds.push_back(read_file(path));
+    write_ragged_rom(path, {0, 1, 5, 7}, 44, 11);
+    add_checksums(path, 44);
     seeds.push_back(read_file(path));
     Random random;
     int sound = 0;

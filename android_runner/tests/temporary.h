@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "checksum.h"
 
 class TemporaryDirectory {
 public:
@@ -87,6 +88,55 @@ inline void write_rom(const std::string& path, std::uint64_t num_rows, std::uint
 template <typename T>
 std::string bytes_of(const std::vector<T>& list) {
     return {reinterpret_cast<const char*>(list.data()), list.size() * sizeof(T)};
+}
+
+// A ROM file of static16 rows: element `i` of row `id` is the integer 100 · id + i, of scale ½ and zero point 1000.
+inline std::uint16_t rom_integer(std::uint64_t id, std::size_t i) { return static_cast<std::uint16_t>(100 * id + i); }
+
+inline void write_static_rom(const std::string& path, std::uint64_t num_rows, std::uint64_t row_stride,
+                             std::uint64_t dim) {
+    nlohmann::json header = rom_header(num_rows, row_stride, dim);
+    nlohmann::json segments = nlohmann::json::parse(header["__metadata__"]["segments"].get<std::string>());
+    segments[0]["codec"] = "static16";
+    header["__metadata__"]["segments"] = segments.dump();
+    header["__metadata__"]["quantization"] = R"({"scale":0.5,"zero_point":1000})";
+    std::string data(static_cast<std::size_t>(num_rows * row_stride), '\0');
+    for (std::uint64_t id = 0; id < num_rows; ++id) {
+        for (std::size_t i = 0; i < dim; ++i) {
+            const std::uint16_t integer = rom_integer(id, i);
+            std::memcpy(data.data() + id * row_stride + 2 * i, &integer, 2);
+        }
+    }
+    write_file(path, safetensors(header.dump(), data));
+}
+
+// Adds the checksums of all rows, and of the addressing's tensor if there is one, to a ROM file.
+inline void add_checksums(const std::string& path, std::size_t row_bytes) {
+    std::ifstream file(path, std::ios::binary);
+    std::string contents((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+    std::uint64_t length = 0;
+    std::memcpy(&length, contents.data(), sizeof length);
+    nlohmann::json header = nlohmann::json::parse(contents.substr(8, length));
+    const std::string data = contents.substr(8 + length);
+    std::vector<std::uint32_t> checksums;
+    const auto append = [&](std::size_t begin, std::size_t size) {
+        checksums.push_back(meki::crc32_by_tables(reinterpret_cast<const std::uint8_t*>(data.data()) + begin, size));
+    };
+    const std::size_t num_rows = header["rows"]["shape"][0], stride = header["rows"]["shape"][1];
+    for (std::size_t row = 0; row < num_rows; ++row) {
+        append(row * stride, row_bytes);
+    }
+    for (const char* name : {"offsets", "token_map"}) {
+        if (header.contains(name)) {
+            const std::size_t begin = header[name]["data_offsets"][0], end = header[name]["data_offsets"][1];
+            append(begin, end - begin);
+        }
+    }
+    header["__metadata__"]["checksums"] = R"({"algorithm":"crc32","block_rows":1})";
+    header["checksums"] = {{"dtype", "U32"},
+                           {"shape", {checksums.size()}},
+                           {"data_offsets", {data.size(), data.size() + 4 * checksums.size()}}};
+    write_file(path, safetensors(header.dump(), data + bytes_of(checksums)));
 }
 
 // Adds to a header of identity addressing what another one needs: its parameters and its tensor, whose

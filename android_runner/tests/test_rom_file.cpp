@@ -3,6 +3,8 @@
 #include "rom_file.h"
 
 #include <functional>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "temporary.h"
 
@@ -104,7 +106,7 @@ void bad_segments() {
 
 void bad_tensor() {
     rejects([](json& h) { h["other"] = {{"dtype", "I32"}, {"shape", {0}}, {"data_offsets", {96, 96}}}; },
-            "the file holds a tensor that its addressing has no use for: other");
+            "the file holds tensors that nothing in its header uses: other");
     rejects([](json& h) { h.erase("rows"); }, "the tensors end at byte");
     rejects([](json& h) { h["rows"]["shape"] = {96}; }, "not [num_rows, row_stride]");
     rejects([](json& h) { h["rows"]["shape"] = {3.0, 32.0}; }, "has shape [3.0,32.0], not sizes");
@@ -173,7 +175,7 @@ void ragged() {
     rejects_ragged(parameters("{}"), offsets, "the key 'rows_per_token' is missing");
     rejects_ragged(parameters("[2]"), offsets, "expected a JSON object");
     rejects_ragged([](json& h) { h["__metadata__"].erase("addressing_parameters"); }, offsets, "is missing");
-    rejects_ragged([](json& h) { h["__metadata__"]["addressing"] = "identity"; }, offsets, "no use for: offsets");
+    rejects_ragged([](json& h) { h["__metadata__"]["addressing"] = "identity"; }, offsets, "nothing in its header uses: offsets");
     rejects_ragged([](json& h) { h["__metadata__"]["addressing"] = "ngram_hash"; }, offsets,
                    "the tensor 'token_map' is missing");
     rejects_ragged([](json& h) { h["offsets"]["dtype"] = "I32", h["offsets"]["shape"] = {6}; }, offsets,
@@ -185,7 +187,7 @@ void ragged() {
             h["offsets"]["data_offsets"] = {0, 24};
             h["spare"] = {{"dtype", "I64"}, {"shape", {3}}, {"data_offsets", {96, 120}}};
         },
-        offsets, "the rows are not the first tensor: 'offsets' begins before they end");
+        offsets, "the tensors overlap or are out of order: 'offsets' begins before 'rows' ends");
 }
 
 void rejects_hashed(const std::function<void(json&)>& edit, const char* what,
@@ -238,6 +240,29 @@ void hashed() {
     meki::RomFile{path_of(safetensors(largest.dump(), std::string(15 * stride, '\0') + bytes_of(one)))};
 }
 
+void bad_checksums() {
+    const std::string path = directory / "checked.safetensors";
+    write_hashed_rom(path, {0, 1, 2, 1}, stride, dim);
+    add_checksums(path, 4 * dim);
+    CHECK(meki::RomFile(path).has_checksums() && meki::RomFile(path).read_checksums().size() == 15);
+    const std::string contents = meki::File(path).read_text(1 << 20);
+    const auto with = [&](std::size_t place, char byte) {
+        std::string changed = contents;
+        changed[changed.size() - place] = byte;
+        return path_of(changed);
+    };
+    const char* const unlike = "the tensor 'token_map': the checksum does not match";
+    CHECK_ERROR(meki::RomFile(with(1, 'x')).read_checksums(), unlike);
+    CHECK_ERROR(meki::RomFile(with(16 * 4 + 4, 2)).read_checksums(), unlike);  // the last compressed id
+    CHECK(meki::RomFile(with(5, 'x')).read_checksums().size() == 15);          // a row's: found when it is read
+    const std::string cut = path_of(contents);
+    const meki::RomFile rom(cut);
+    CHECK(::truncate(cut.c_str(), static_cast<off_t>(contents.size() - 7)) == 0);
+    CHECK_ERROR(rom.read_checksums(), "the file ends inside a tensor");
+    write_rom(path, num_rows, stride, dim);
+    CHECK_ERROR(meki::RomFile(path).read_checksums(), "the file has no checksums of its rows");
+}
+
 void bad_container() {
     const std::string good = safetensors(rom_header(num_rows, stride, dim).dump(), std::string(96, '\0'));
     CHECK_ERROR(meki::RomFile{path_of("")}, "too short for a header");
@@ -256,6 +281,8 @@ void bad_container() {
     CHECK_ERROR(meki::RomFile{path_of(unaligned + text + std::string(96, '\0'))}, "not a multiple of 4096");
     CHECK_ERROR(meki::RomFile{directory / "absent"}, "cannot open the file: No such file or directory");
     CHECK_ERROR(meki::RomFile{directory / ""}, "not a regular file");
+    CHECK(::mkfifo((directory / "pipe").c_str(), 0600) == 0);  // to open it would wait for somebody who writes
+    CHECK_ERROR(meki::RomFile{directory / "pipe"}, "not a regular file");
 }
 
 }  // namespace
@@ -267,5 +294,6 @@ int main() {
     bad_tensor();
     ragged();
     hashed();
+    bad_checksums();
     bad_container();
 }

@@ -46,9 +46,9 @@ void check_rows(const std::vector<std::vector<std::uint64_t>>& expected, const m
         const std::size_t count = token < expected.size() ? expected[token].size() : 0;
         CHECK(out.counts()[token] == count);
         for (std::size_t place = 0; place < places; ++place) {
-            CHECK(out.mask()[token * places + place] == (place < count ? 0.0f : masked));
+            CHECK(static_cast<const float*>(out.mask())[token * places + place] == (place < count ? 0.0f : masked));
             for (std::size_t i = 0; i < dim; ++i) {
-                CHECK(out.row(token, place)[i] == (place < count ? rom_element(expected[token][place], i) : 0.0f));
+                CHECK(static_cast<const float*>(out.row(token, place))[i] == (place < count ? rom_element(expected[token][place], i) : 0.0f));
             }
         }
     }

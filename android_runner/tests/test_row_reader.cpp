@@ -81,24 +81,121 @@ void runs() {
     }
 }
 
-// Offsets past 4 GiB, in a file that is all hole but for its last row.
+// 8 GiB, all hole but for rows on both sides of 2 GiB, 4 GiB and 6 GB, and the last one.
 void large_file() {
     constexpr std::uint64_t num_rows = 1 << 20, stride = 8192;
     const std::string path = directory / "large.safetensors";
     write_file(path, safetensors(rom_header(num_rows, stride, 4).dump(), ""));
     CHECK(::truncate(path.c_str(), 4096 + num_rows * stride) == 0);
     const int descriptor = ::open(path.c_str(), O_WRONLY);
-    const float last[4] = {1, 2, 3, 4};
-    CHECK(::pwrite(descriptor, last, sizeof last, 4096 + (num_rows - 1) * stride) == sizeof last);
+    std::vector<std::uint64_t> written = {0, num_rows - 1};
+    for (const std::uint64_t byte : {std::uint64_t{1} << 31, std::uint64_t{1} << 32, std::uint64_t{6'000'000'000}}) {
+        written.push_back((byte - 4096) / stride);  // it straddles this byte, or begins there
+        written.push_back(written.back() + 1);
+    }
+    for (const std::uint64_t id : written) {
+        const float row[4] = {rom_element(id, 0), 2, 3, rom_element(id, 3)};
+        CHECK(::pwrite(descriptor, row, sizeof row, static_cast<off_t>(4096 + id * stride)) == sizeof row);
+    }
     ::close(descriptor);
     for (const meki::IoMode mode : modes) {
         const auto reader = open(path, mode);
+        CHECK(reader->rom().row_offset(num_rows - 1) > 8'000'000'000);
         float row[4];
-        reader->read({num_rows - 1, 1}, row);
-        CHECK(row[0] == 1 && row[3] == 4);
-        reader->read({num_rows / 2 + 1, 1}, row);
+        for (const std::uint64_t id : written) {
+            reader->announce({id, 1});
+            reader->read({id, 1}, row);
+            CHECK(row[0] == rom_element(id, 0) && row[3] == rom_element(id, 3));
+        }
+        reader->read({num_rows / 2 + 5, 1}, row);
         CHECK(row[0] == 0 && row[3] == 0);
     }
+}
+
+// The integers of a static codec come as they are stored, and as the reals that they mean.
+void static_rows() {
+    const std::uint64_t shapes[][3] = {{600, 64, 32}, {50, 4096, 1000}, {41, 1000, 250}};
+    for (const auto& shape : shapes) {
+        const std::uint64_t num_rows = shape[0], dim = shape[2];
+        const std::string path = directory / "static.safetensors";
+        write_static_rom(path, num_rows, shape[1], dim);
+        for (const meki::IoMode mode : modes) {
+            const auto reader = open(path, mode);
+            CHECK(reader->rom().quantization() != nullptr && reader->rom().raw_element_bytes() == 2);
+            CHECK(*reader->rom().quantization() == (meki::Quantization{0.5f, 1000}));
+            CHECK(reader->rom().delivered_bytes(meki::RowElement::raw) == 2 * dim);
+            std::vector<std::uint16_t> raw(dim + 1, 0xabcd), half(dim + 1, 0xabcd);
+            std::vector<float> real(dim);
+            for (std::uint64_t id = 0; id < num_rows; ++id) {
+                reader->read({id, 1}, meki::RowElement::raw, raw.data());
+                reader->read({id, 1}, real.data());
+                reader->read({id, 1}, meki::RowElement::float16, half.data());
+                for (std::size_t i = 0; i < dim; ++i) {
+                    const float expected = (static_cast<float>(rom_integer(id, i)) - 1000) / 2;
+                    std::uint16_t expected_half = 0;
+                    CHECK(meki::to_half(&expected, 1, &expected_half));
+                    CHECK(raw[i] == rom_integer(id, i) && real[i] == expected && half[i] == expected_half);
+                }
+                CHECK(raw[dim] == 0xabcd && half[dim] == 0xabcd);
+            }
+        }
+    }
+}
+
+// A run of rows without gaps is read straight to its place, one with gaps is put together; from the cache too.
+void static_runs() {
+    const std::string path = directory / "static.safetensors";
+    for (const std::uint64_t stride : {20u, 32u}) {
+        write_static_rom(path, 30, stride, 10);
+        for (const meki::IoMode mode : modes) {
+            const auto reader = meki::open_reader(meki::RomFile(path), mode, mode == meki::IoMode::mmap ? 0 : 1 << 16);
+            for (int pass = 0; pass < 2; ++pass) {
+                std::vector<std::uint16_t> raw(10);
+                const std::size_t num_bytes = reader->read({7, 1}, meki::RowElement::raw, raw.data());
+                CHECK((num_bytes == 0) == (pass == 1 && mode != meki::IoMode::mmap));
+                CHECK(raw[0] == rom_integer(7, 0) && raw[9] == rom_integer(7, 9));
+            }
+        }
+    }
+}
+
+void too_large_for_float16() {
+    const std::string path = directory / "rom.safetensors";
+    write_rom(path, 70000, 16, 4);
+    const auto reader = open(path, meki::IoMode::pread);
+    std::uint16_t half[4];
+    reader->read({60000, 1}, meki::RowElement::float16, half);
+    CHECK_ERROR(reader->read({65520, 1}, meki::RowElement::float16, half),
+                "row 65520, layer 0 memory 0: an element is NaN or infinite, or too large for float16");
+}
+
+void checksums() {
+    const std::string path = directory / "checked.safetensors";
+    write_ragged_rom(path, {0, 1, 5, 7, 8}, 64, 13);
+    add_checksums(path, 4 * 13);
+    for (const meki::IoMode mode : modes) {
+        const auto reader = meki::open_reader(meki::RomFile(path), mode, 0, true);
+        std::vector<float> rows(4 * 13);
+        reader->read({1, 4}, rows.data());
+        CHECK(rows[3 * 13] == rom_element(4, 0));
+    }
+    const int descriptor = ::open(path.c_str(), O_WRONLY);
+    CHECK(::pwrite(descriptor, "\x01", 1, 4096 + 3 * 64 + 51) == 1);  // still a sound float
+    CHECK(::pwrite(descriptor, "\x01", 1, 4096 + 6 * 64 + 60) == 1);  // padding, which is not data
+    ::close(descriptor);
+    for (const meki::IoMode mode : modes) {
+        const auto trusting = open(path, mode);
+        const std::uint64_t cache_bytes = mode == meki::IoMode::mmap ? 0 : 1 << 16;
+        const auto reader = meki::open_reader(meki::RomFile(path), mode, cache_bytes, true);
+        std::vector<float> rows(4 * 13);
+        trusting->read({1, 4}, rows.data());
+        for (int pass = 0; pass < 2; ++pass) {  // a damaged row does not get into the cache
+            CHECK_ERROR(reader->read({1, 4}, rows.data()), "row 3: the checksum does not match");
+            reader->read({5, 2}, rows.data());
+        }
+    }
+    write_rom(path, 4, 64, 13);
+    CHECK_ERROR(meki::open_reader(meki::RomFile(path), meki::IoMode::pread, 0, true), "the file has no checksums");
 }
 
 void shrinking_file() {
@@ -177,6 +274,10 @@ int main() {
     modes_agree();
     runs();
     large_file();
+    static_rows();
+    static_runs();
+    too_large_for_float16();
+    checksums();
     shrinking_file();
     damaged_row();
     failing_storage();

@@ -52,6 +52,10 @@ class Addressing(Protocol):
         """How many rows each of ``token_ids`` ``[T]`` needs: int64 ``[T]``, whatever came before."""
         ...
 
+    def name_of(self, row: int) -> str:
+        """Whose row it is, for people."""
+        ...
+
     def parameters(self) -> dict[str, Any]:
         """What a ROM header records beside ``kind``; JSON."""
         ...
@@ -81,6 +85,9 @@ class Identity:
 
     def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
         return np.ones(len(token_ids), np.int64)
+
+    def name_of(self, row: int) -> str:
+        return f"token {row}"
 
     def parameters(self) -> dict[str, Any]:
         return {}
@@ -114,6 +121,10 @@ class Ragged:
     def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids, np.int64)
         return self.offsets[ids + 1] - self.offsets[ids]
+
+    def name_of(self, row: int) -> str:
+        token = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        return f"token {token}, its row {row - self.offsets[token]}"
 
     def parameters(self) -> dict[str, Any]:
         return {"rows_per_token": self.rows_per_token}
@@ -171,6 +182,9 @@ class NgramHash:
 
     def row_counts(self, token_ids: np.ndarray) -> np.ndarray:
         return np.full(len(token_ids), self.rows_per_token, np.int64)
+
+    def name_of(self, row: int) -> str:
+        return f"row {row} of the hash heads"
 
     def parameters(self) -> dict[str, Any]:
         return {

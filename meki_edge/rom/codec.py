@@ -1,9 +1,14 @@
 """How row elements become bytes and back (``docs/rom-format.md``, "Codecs").
 
-``value = code · scale`` with float16 scales kept inside the row, codes rounded half to even. The
-scale is fixed first, as the smallest float16 with ``largest |value| ≤ max_code · scale``, and the
-codes are computed from the *stored* scale: no code overflows, and no value is further than half a
-scale from its code (up to float32 rounding of the quotient). ``code · scale`` is exact in float32.
+int8 and int4: ``value = code · scale`` with float16 scales kept inside the row, codes rounded half
+to even. The scale is fixed first, as the smallest float16 with ``largest |value| ≤ max_code · scale``,
+and the codes are computed from the *stored* scale: no code overflows, and no value is further than
+half a scale from its code (up to float32 rounding of the quotient). ``code · scale`` is exact in
+float32.
+
+Static codecs: ``value = (code − zero_point) · scale`` with one quantization for the file, which was
+calibrated with the graph that takes the codes. So they do as ONNX's QuantizeLinear: values out of
+range are clipped.
 
 Shapes: n rows, g groups of elements that share a scale.
 """
@@ -15,9 +20,11 @@ from os import PathLike
 import numpy as np
 
 from meki_edge.errors import UserError
+from meki_edge.graph_spec import Quantization
 from meki_edge.rom.spec import CODECS, Codec, RomSpec, Segment
 
 BLOCK_ELEMENTS = 1 << 16  # temporaries of this many float32 stay in a core's cache
+DAMAGED = "the file is damaged: copy it again or regenerate it with the command that made it"
 LARGEST_SCALE_BITS = 0x7BFF  # 65504, the largest finite float16; a set sign bit or NaN compares higher
 
 
@@ -30,35 +37,35 @@ class CodecError(ValueError):
         self.what = what
 
 
-def encode(values: np.ndarray, codec: Codec) -> np.ndarray:
-    """Encode float32 ``[n, dim]`` as uint8 ``[n, codec.num_bytes(dim)]``.
+def encode(values: np.ndarray, codec: Codec, quantization: Quantization | None = None) -> np.ndarray:
+    """Encode float32 ``[n, dim]`` as uint8 ``[n, codec.num_bytes(dim)]``; a static codec needs its quantization.
 
     Raises:
-        CodecError: a value is NaN or infinite, or too large for float16 (as a value or as a scale).
+        CodecError: a value is NaN or infinite, or too large for the codec (as a value or as a scale).
     """
     out = np.zeros((values.shape[0], codec.num_bytes(values.shape[1])), np.uint8)
-    _encode_into(out, values, codec)
+    _encode_into(out, values, codec, quantization)
     return out
 
 
-def decode(raw: np.ndarray, dim: int, codec: Codec) -> np.ndarray:
+def decode(raw: np.ndarray, dim: int, codec: Codec, quantization: Quantization | None = None) -> np.ndarray:
     """Decode uint8 ``[n, codec.num_bytes(dim)]`` to float32 ``[n, dim]``.
 
     Raises:
         CodecError: a scale is negative, NaN or infinite, or an element is NaN or infinite.
     """
+    if codec.is_static:
+        assert quantization is not None
+        centred = raw.view(f"<u{codec.element_bits // 8}").astype(np.int32) - np.int32(quantization.zero_point)
+        return np.multiply(centred.astype(np.float32), np.float32(quantization.scale))
     if codec.scale_group == 0:
-        values = raw.view(f"<f{codec.element_bits // 8}").astype(np.float32)
+        values = _floats(raw, codec)
         _require(np.isfinite(values).all(axis=1), "an element is NaN or infinite")
         return values
     scales, codes = _split(raw, dim, codec)
     _require((scales.view("<u2") <= LARGEST_SCALE_BITS).all(axis=1), "a scale is negative, NaN or infinite")
     unpacked = _unpack(codes, dim) if codec.element_bits == 4 else codes.view(np.int8)
-    group = codec.scale_group if codec.scale_group > 0 else dim
-    factors = scales.astype(np.float32)
-    if factors.shape[1] > 1:
-        factors = np.repeat(factors, group, axis=1)[:, :dim]
-    return np.multiply(unpacked, factors, dtype=np.float32)
+    return np.multiply(unpacked, _factors(scales, dim, codec), dtype=np.float32)
 
 
 def encode_rows(values: np.ndarray, spec: RomSpec, first_row: int, where: str | PathLike[str]) -> np.ndarray:
@@ -71,10 +78,11 @@ def encode_rows(values: np.ndarray, spec: RomSpec, first_row: int, where: str | 
     column = 0
     for segment in spec.segments:
         try:
-            _encode_into(_bytes_of(raw, segment), values[:, column : column + segment.dim], CODECS[segment.codec])
+            block = values[:, column : column + segment.dim]
+            _encode_into(_bytes_of(raw, segment), block, CODECS[segment.codec], spec.quantization)
         except CodecError as error:
             raise UserError(
-                f"row {first_row + error.row}, {_name(segment)}: {error.what}",
+                f"row {first_row + error.row}, {name_of(segment)}: {error.what}",
                 where=where,
                 fix="check the checkpoint's weights, or choose another --table-precision (int8 has the widest range)",
             ) from None
@@ -92,16 +100,35 @@ def decode_rows(raw: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | Pa
     column = 0
     for segment in spec.segments:
         try:
-            decoded = decode(_bytes_of(raw, segment), segment.dim, CODECS[segment.codec])
+            decoded = decode(_bytes_of(raw, segment), segment.dim, CODECS[segment.codec], spec.quantization)
         except CodecError as error:
             raise UserError(
-                f"row {ids[error.row]}, {_name(segment)}: {error.what}",
+                f"row {ids[error.row]}, {name_of(segment)}: {error.what}",
                 where=where,
-                fix="the file is damaged: copy it again or regenerate it with `meki-edge reparam`",
+                fix=DAMAGED,
             ) from None
         values[:, column : column + segment.dim] = decoded
         column += segment.dim
     return values
+
+
+def half_steps(raw: np.ndarray, decoded: np.ndarray, segment: Segment, codec: Codec) -> np.ndarray:
+    """How far the elements of a segment may be from what they were rounded from: float32 ``[n, dim]`` or ``[n, 1]``.
+
+    Args:
+        raw: whole rows, uint8 ``[n, row_stride]``.
+        decoded: the segment's values, float32 ``[n, dim]``.
+    """
+    if codec.element == "int":
+        scales, _ = _split(_bytes_of(raw, segment), segment.dim, codec)
+        return _factors(scales, segment.dim, codec) / 2
+    relative, smallest = {"fp32": (2.0**-24, 0.0), "fp16": (2.0**-11, 2.0**-25), "bf16": (2.0**-8, 0.0)}[codec.name]
+    return np.maximum(np.abs(decoded) * np.float32(relative), np.float32(smallest))
+
+
+def codes_of(raw: np.ndarray, spec: RomSpec) -> np.ndarray:
+    """The integers of whole rows of a static codec: uint8 ``[n, row_stride]`` → uint8 or uint16 ``[n, row_dim]``."""
+    return raw[:, : spec.row_bytes].view(f"<u{CODECS[spec.segments[0].codec].element_bits // 8}")
 
 
 def padding(spec: RomSpec) -> np.ndarray:
@@ -115,30 +142,56 @@ def padding(spec: RomSpec) -> np.ndarray:
     return mask
 
 
-def _encode_into(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
+def _encode_into(out: np.ndarray, values: np.ndarray, codec: Codec, quantization: Quantization | None) -> None:
     """Encode in blocks of rows, so that the temporaries stay in cache."""
     assert values.dtype == np.float32 and values.ndim == 2
     step = max(1, BLOCK_ELEMENTS // values.shape[1])
     for start in range(0, len(values), step):
         block = values[start : start + step]
+        target = out[start : start + step]
         try:
-            if codec.scale_group == 0:
-                _store(out[start : start + step], block, codec)
+            if codec.is_static:
+                assert quantization is not None
+                _quantize_static(target, block, codec, quantization)
+            elif codec.scale_group == 0:
+                _store(target, block, codec)
             else:
-                _quantize(out[start : start + step], block, codec)
+                _quantize(target, block, codec)
         except CodecError as error:
             raise CodecError(start + error.row, error.what) from None
 
 
 def _store(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
     """Plain floating point."""
-    target = out.view(f"<f{codec.element_bits // 8}")
-    with np.errstate(over="ignore"):
-        target[...] = values
-    fits = np.isfinite(target).all(axis=1)
+    if codec.element == "bfloat":
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        with np.errstate(over="ignore"):  # a NaN of all ones wraps round; it is found below
+            out.view("<u2")[...] = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
+    else:
+        with np.errstate(over="ignore"):
+            out.view(f"<f{codec.element_bits // 8}")[...] = values
+    fits = np.isfinite(_floats(out, codec)).all(axis=1) & np.isfinite(values).all(axis=1)
     if not fits.all():
         _require(np.isfinite(values).all(axis=1), "a value is NaN or infinite")
-        _require(fits, "a value is too large for float16 (±65504)")
+        name, limit = ("bfloat16", "3.39e38") if codec.element == "bfloat" else ("float16", "65504")
+        _require(fits, f"a value is too large for {name} (±{limit})")
+
+
+def _floats(raw: np.ndarray, codec: Codec) -> np.ndarray:
+    """Plain floating point as a fresh float32 array."""
+    if codec.element == "bfloat":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view(f"<f{codec.element_bits // 8}").astype(np.float32)
+
+
+def _quantize_static(out: np.ndarray, values: np.ndarray, codec: Codec, quantization: Quantization) -> None:
+    """Unsigned integers with the file's quantization; what is out of its range becomes the nearest in it."""
+    _require(np.isfinite(values).all(axis=1), "a value is NaN or infinite")
+    zero_point, largest = quantization.zero_point, 2**codec.element_bits - 1
+    with np.errstate(over="ignore"):
+        steps = np.rint(values / np.float32(quantization.scale))
+    np.clip(steps, -zero_point, largest - zero_point, out=steps)
+    out.view(f"<u{codec.element_bits // 8}")[...] = steps.astype(np.int32) + zero_point
 
 
 def _quantize(out: np.ndarray, values: np.ndarray, codec: Codec) -> None:
@@ -199,6 +252,12 @@ def _unpack(packed: np.ndarray, dim: int) -> np.ndarray:
     return codes[:, :dim]
 
 
+def _factors(scales: np.ndarray, dim: int, codec: Codec) -> np.ndarray:
+    """Each element's scale: float32 ``[n, dim]``, or ``[n, 1]`` where all share one."""
+    factors = scales.astype(np.float32)
+    return factors if factors.shape[1] == 1 else np.repeat(factors, codec.scale_group, axis=1)[:, :dim]
+
+
 def _split(raw: np.ndarray, dim: int, codec: Codec) -> tuple[np.ndarray, np.ndarray]:
     """Views of a segment's scales (``<f2`` ``[n, g]``) and of the bytes of its codes."""
     scale_bytes = 2 * codec.num_scales(dim)
@@ -209,7 +268,8 @@ def _bytes_of(raw: np.ndarray, segment: Segment) -> np.ndarray:
     return raw[:, segment.offset : segment.offset + CODECS[segment.codec].num_bytes(segment.dim)]
 
 
-def _name(segment: Segment) -> str:
+def name_of(segment: Segment) -> str:
+    """For people."""
     return "token embedding" if segment.layer < 0 else f"layer {segment.layer} memory {segment.memory}"
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from meki_edge.config import to_dict
 from meki_edge.errors import UserError
 from meki_edge.files import sha256_file
-from meki_edge.rom.codec import decode_rows, padding
+from meki_edge.rom.codec import DAMAGED, decode_rows, padding
 from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import CODECS, VERSION
 
@@ -43,9 +44,17 @@ def describe(path: Path) -> dict[str, Any]:
             {"count": count, "dim": dim, "codec": codec, "bytes": CODECS[codec].num_bytes(dim)}
             for (dim, codec), count in kinds.items()
         ],
+        **({"quantization": to_dict(spec.quantization)} if spec.quantization else {}),
+        "checksums": spec.checksums,
         "tokenizer_sha256": spec.tokenizer_sha256,
         "source_sha256": spec.source_sha256,
     }
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether the ROM file has a checksum of every row."""
+    with RomReader(path) as reader:
+        return reader.spec.checksums
 
 
 def verify(path: Path, sha256: str | None = None, advance: Callable[[int], None] | None = None) -> int:
@@ -56,16 +65,16 @@ def verify(path: Path, sha256: str | None = None, advance: Callable[[int], None]
         advance: told the number of rows after each block.
 
     Raises:
-        UserError: the header or the digest is wrong, a scale or an element is not finite, or a
-            padding bit is set.
+        UserError: the header or the digest is wrong, a checksum does not match (if the file has
+            them), a scale or an element is not finite, or a padding bit is set.
     """
     if sha256 is not None and (found := sha256_file(path)) != sha256:
         raise UserError(
             f"the file's SHA-256 is {found[:12]}…, not {sha256[:12]}…",
             where=path,
-            fix="copy it again or regenerate it with `meki-edge reparam`",
+            fix=DAMAGED,
         )
-    with RomReader(path) as reader:
+    with RomReader(path, verify_rows=has_checksums(path)) as reader:
         spec = reader.spec
         unused = padding(spec)
         step = max(1, BLOCK_BYTES // spec.row_stride)
@@ -75,11 +84,7 @@ def verify(path: Path, sha256: str | None = None, advance: Callable[[int], None]
             decode_rows(raw, spec, ids, path)
             dirty = (raw & unused).any(axis=1)
             if dirty.any():
-                raise UserError(
-                    f"row {ids[dirty][0]}: the padding is not zero",
-                    where=path,
-                    fix="the file is damaged: copy it again or regenerate it with `meki-edge reparam`",
-                )
+                raise UserError(f"row {ids[dirty][0]}: the padding is not zero", where=path, fix=DAMAGED)
             if advance is not None:
                 advance(len(raw))
     return spec.num_rows

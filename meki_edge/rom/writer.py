@@ -12,9 +12,13 @@ import numpy as np
 
 from meki_edge.files import require_free_space, storage_errors
 from meki_edge.rom.addressing import TENSORS
+from meki_edge.rom.checksums import checksums_of, tensor_checksums
 from meki_edge.rom.codec import encode_rows
-from meki_edge.rom.spec import PAGE_BYTES, TENSOR, RomSpec, row_stride
+from meki_edge.rom.spec import CHECKSUMS, PAGE_BYTES, TENSOR, RomSpec, row_stride
 from meki_edge.safetensors_io import SafetensorsWriter
+
+
+BLOCK_BYTES = 1 << 25
 
 
 class RomWriter:
@@ -28,6 +32,8 @@ class RomWriter:
     writer with ``resume`` and the same header continues after its last whole row
     (``rows_written``).
 
+    Checksums, if ``spec`` asks for them, are kept in memory until the last row: four bytes a row.
+
     Raises:
         UserError: not enough free space, a full disk, or a value that the codec cannot hold.
     """
@@ -40,12 +46,13 @@ class RomWriter:
         self._partial = path.with_name(f".{path.name}.partial")
         self._resume = resume
         self._header = header_bytes(spec)
+        self._checksums = np.empty(spec.num_rows if spec.checksums else 0, "<u4")
         self._file: BinaryIO
 
     def __enter__(self) -> RomWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._kept_bytes() if self._resume else 0
-        tail = sum(array.nbytes for array in self.spec.addressing.tensors().values())
+        tail = self._checksums.nbytes + sum(array.nbytes for array in self.spec.addressing.tensors().values())
         total = len(self._header) + self.spec.num_rows * self.spec.row_stride + tail
         require_free_space(self._path.parent, total - kept, "the ROM file")
         with storage_errors(self._path):
@@ -55,6 +62,8 @@ class RomWriter:
             if not kept:
                 self._append(self._header)
         self.rows_written = max(kept - len(self._header), 0) // self.spec.row_stride
+        if self.spec.checksums:
+            self._checksum_kept_rows()
         return self
 
     def write(self, values: np.ndarray) -> None:
@@ -64,6 +73,7 @@ class RomWriter:
         raw = encode_rows(values, self.spec, self.rows_written, self._path)
         with storage_errors(self._path):
             self._append(raw)
+        self._checksum(raw, self.rows_written)
         self.rows_written += len(values)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -73,6 +83,8 @@ class RomWriter:
                 with storage_errors(self._path):
                     for array in self.spec.addressing.tensors().values():
                         self._append(array)
+                    if self.spec.checksums:
+                        self._append(np.concatenate([self._checksums, tensor_checksums(self.spec)]).astype("<u4"))
                     os.fsync(self._file.fileno())
                 os.replace(self._partial, self._path)
         finally:
@@ -91,6 +103,20 @@ class RomWriter:
         rows = (self._partial.stat().st_size - len(self._header)) // self.spec.row_stride
         return len(self._header) + min(rows, self.spec.num_rows) * self.spec.row_stride
 
+    def _checksum(self, raw: np.ndarray, first_row: int) -> None:
+        if self.spec.checksums:
+            self._checksums[first_row : first_row + len(raw)] = checksums_of(raw, self.spec.row_bytes)
+
+    def _checksum_kept_rows(self) -> None:
+        """Read an interrupted writer's rows again, in blocks."""
+        stride = self.spec.row_stride
+        step = max(1, BLOCK_BYTES // stride)
+        with open(self._partial, "rb") as file:
+            file.seek(len(self._header))
+            for start in range(0, self.rows_written, step):
+                count = min(step, self.rows_written - start)
+                self._checksum(np.frombuffer(file.read(count * stride), np.uint8).reshape(count, stride), start)
+
     def _append(self, data: bytes | np.ndarray) -> None:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while view:
@@ -103,5 +129,7 @@ def header_bytes(spec: RomSpec) -> bytes:
     dtypes = TENSORS[spec.addressing.kind]
     declared = {TENSOR: ("U8", (spec.num_rows, spec.row_stride))}
     declared |= {name: (dtypes[name], array.shape) for name, array in spec.addressing.tensors().items()}
+    if spec.checksums:
+        declared[CHECKSUMS] = ("U32", (spec.num_rows + len(dtypes),))
     SafetensorsWriter(file, declared, spec.to_metadata(), alignment=PAGE_BYTES)
     return file.getvalue()

@@ -10,7 +10,9 @@ import pytest
 from test_runner import write_rom
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-METHODS = ["pread", "direct", "mmap", "faults", "fetch pread", "fetch direct", "fetch mmap"]
+METHODS = [
+    "pread", "direct", "mmap", "faults", "random faults", "layers", "fetch pread", "fetch direct", "fetch mmap"
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +30,16 @@ def run(probe: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 )
 def test_a_report(probe: Path, name: str, least: float, most: float) -> None:
     rom = GOLDEN / f"{name}.safetensors"
-    done = run(probe, "--rom", rom, "--tokens", 40, "--cadence-us", 100, "--format", "json", "--threads", 5)
+    done = run(probe, "--rom", rom, "--tokens", 40, "--cadence-us", 100, "--format", "json", "--threads", 5, "--batch", 7)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert [method["method"] for method in report["methods"]] in (METHODS, [m for m in METHODS if "direct" not in m])
     assert report["file_bytes"] == rom.stat().st_size
     assert name.startswith(report["addressing"])
     assert least <= report["bytes_per_token"] <= most
-    assert (report["num_tokens"], report["cadence_us"], report["seed"]) == (40, 100, 0)
+    assert (report["num_tokens"], report["cadence_us"], report["batch"], report["seed"]) == (40, 100, 7, 0)
+    assert [entry["io"] for entry in report["prefill"]] in (["pread", "direct", "mmap"], ["pread", "mmap"])
+    assert all(0 < entry["batch_us"]["p50"] <= entry["batch_us"]["max"] for entry in report["prefill"])
     for method in report["methods"]:
         latency = method["latency_us"]
         assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
@@ -48,9 +52,11 @@ def test_a_report(probe: Path, name: str, least: float, most: float) -> None:
 
 def test_a_table(probe: Path, tmp_path: Path) -> None:
     write_rom(tmp_path / "rom.safetensors", [(1000, "fp16")], 300)
-    lines = run(probe, "--rom", tmp_path / "rom.safetensors", "--tokens", 50, "--threads", 2).stdout.splitlines()
+    done = run(probe, "--rom", tmp_path / "rom.safetensors", "--tokens", 50, "--threads", 2, "--batch", 9)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("prefill of 9 tokens by ")]
+    assert len(done.stdout.splitlines()) - len(lines) in (2, 3)
     assert "identity, 2000 bytes a token; 50 random tokens" in lines[0]
-    table = [line.split("|")[1:-1] for line in lines[2:]]
+    table = [line.split("|")[1:-1] for line in lines[2:] if line]
     assert {len(row) for row in table} == {9}
     assert [row[0].strip() for row in table[2:]] == METHODS
 

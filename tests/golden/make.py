@@ -7,6 +7,7 @@ Written from docs/rom-format.md alone, with nothing from the package. Each JSON 
 - ``rom``: the ROM file's name.
 - ``cases``: token ids, the ids ``before`` them (oldest first), and the row ids of each token, in order.
 - ``rows``: for each row its decoded elements, as the bits of a float32 in hexadecimal ("3f800000" is 1).
+- ``codes``: where the codec is static, for each row its integers as they are stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import struct
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,18 @@ TOKEN_MAP = [0, 1, 1, 2, 0, 3, 4, 5, 5, 6, 7, 2]
 MULTIPLIERS = [1317624576693539401, 987654321987654321, 3, 1234567890123456789]  # 7 times the first is 2^63 - 1
 PRIMES = [[5, 7], [11, 13], [17, 19]]
 PAD_ID = 4
+QUANTIZATIONS = {"static8": (0.0625, 130), "static16": (struct.unpack("<f", struct.pack("<f", 0.00123))[0], 32000)}
+"""Scale (a float32) and zero point."""
 
 
 def make(directory: Path) -> None:
     """Write every file."""
     segments = [(0, 0, 5), (1, 0, 33), (1, 1, 1), (3, 0, 4)]
     tokens = [([], [5, 0, 3, 3, 1]), ([2, 4], [4, 2])]
-    for codec in ("fp32", "fp16", "int8", "int4"):
+    for codec in ("fp32", "fp16", "bf16", "int8", "int4", "static8"):
         write(directory, f"identity_{codec}", codec, segments, 6, tokens)
+    write(directory, "identity_int4_64", "int4_64", [(0, 0, 5), (1, 0, 65), (1, 1, 64), (3, 0, 1)], 6, tokens)
+    write(directory, "identity_int8_checksums", "int8", segments, 6, tokens, checksums=True)
     write(
         directory,
         "ragged_int8",
@@ -45,6 +51,18 @@ def make(directory: Path) -> None:
         addressing="ragged",
         parameters={"rows_per_token": 5},
         tensor=("offsets", "I64", OFFSETS),
+    )
+    write(
+        directory,
+        "ragged_static16_checksums",
+        "static16",
+        [(1, 0, 5), (3, 0, 4)],
+        OFFSETS[-1],
+        [([], [4, 0, 7, 2, 4, 1]), ([3], [5])],
+        addressing="ragged",
+        parameters={"rows_per_token": 5},
+        tensor=("offsets", "I64", OFFSETS),
+        checksums=True,
     )
     write(
         directory,
@@ -70,6 +88,7 @@ def write(
     addressing: str = "identity",
     parameters: dict[str, Any] | None = None,
     tensor: tuple[str, str, list[int]] | None = None,
+    checksums: bool = False,
 ) -> None:
     """Write one ROM file and its JSON; ``texts`` are (ids before, token ids)."""
     listed, end = [], 0
@@ -77,10 +96,11 @@ def write(
         listed.append({"layer": layer, "memory": memory, "offset": end, "dim": dim, "codec": codec})
         end += len(encoded(codec, dim, 0)[0])
     stride = end if addressing == "ragged" else 1 << (end - 1).bit_length()  # all are shorter than a page
-    data, rows = b"", []
+    data, rows, raw_rows = b"", [], []
     for row in range(num_rows):
         parts = [encoded(codec, dim, 7 * row + index) for index, (_, _, dim) in enumerate(segments)]
-        data += b"".join(part for part, _ in parts).ljust(stride, b"\0")
+        raw_rows.append(b"".join(part for part, _ in parts))
+        data += raw_rows[-1].ljust(stride, b"\0")
         rows.append(" ".join(struct.pack(">f", value).hex() for _, values in parts for value in values))
     header: dict[str, Any] = {
         "__metadata__": {
@@ -89,6 +109,8 @@ def write(
             "addressing": addressing,
             **({"addressing_parameters": compact(parameters)} if parameters else {}),
             "segments": compact(listed),
+            **({"quantization": compact(quantization(codec))} if codec in QUANTIZATIONS else {}),
+            **({"checksums": compact({"algorithm": "crc32", "block_rows": 1})} if checksums else {}),
             "tokenizer_sha256": hashlib.sha256(b"a tokenizer").hexdigest(),
             "source_sha256": hashlib.sha256(b"a checkpoint").hexdigest(),
         },
@@ -100,12 +122,20 @@ def write(
         offsets = [len(data), len(data) + len(packed)]
         header[field] = {"dtype": dtype, "shape": [len(numbers)], "data_offsets": offsets}
         data += packed
+    if checksums:
+        covered = [*raw_rows, *([packed] if tensor is not None else [])]
+        offsets = [len(data), len(data) + 4 * len(covered)]
+        header["checksums"] = {"dtype": "U32", "shape": [len(covered)], "data_offsets": offsets}
+        data += struct.pack(f"<{len(covered)}I", *map(zlib.crc32, covered))
     text = compact(header).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
     (directory / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     address = {"identity": identity_rows, "ragged": ragged_rows, "ngram_hash": golden_hash_rows}[addressing]
     cases = [{"before": before, "token_ids": ids, "row_ids": address(ids, before)} for before, ids in texts]
-    contents = {"rom": f"{name}.safetensors", "cases": cases, "rows": rows}
+    contents: dict[str, Any] = {"rom": f"{name}.safetensors", "cases": cases, "rows": rows}
+    if codec in QUANTIZATIONS:
+        letter = "B" if codec == "static8" else "H"
+        contents["codes"] = [list(struct.unpack(f"<{len(raw) // struct.calcsize(letter)}{letter}", raw)) for raw in raw_rows]
     lines = ",\n".join(f' "{key}": {laid_out(value)}' for key, value in contents.items())
     (directory / f"{name}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
@@ -120,7 +150,18 @@ def encoded(codec: str, dim: int, seed: int) -> tuple[bytes, list[float]]:
         words = [word if word >> 10 & 31 < 31 else word & ~(1 << 14) for word in mixed(dim, seed, 16)]
         words[0] = (0x8000, 0x0001, 0x7BFF, 0x83FF)[seed % 4]
         return struct.pack(f"<{dim}H", *words), list(struct.unpack(f"<{dim}e", struct.pack(f"<{dim}H", *words)))
-    group, largest = (dim, 127) if codec == "int8" else (32, 7)
+    if codec == "bf16":
+        words = [word if word >> 7 & 255 < 255 else word & ~(1 << 14) for word in mixed(dim, seed, 16)]
+        words[0] = (0x8000, 0x0001, 0x7F7F, 0x807F)[seed % 4]
+        wide = struct.pack(f"<{dim}I", *(word << 16 for word in words))
+        return struct.pack(f"<{dim}H", *words), list(struct.unpack(f"<{dim}f", wide))
+    if codec in QUANTIZATIONS:
+        bits, letter = (8, "B") if codec == "static8" else (16, "H")
+        scale, zero_point = QUANTIZATIONS[codec]
+        words = mixed(dim, seed, bits)
+        words[0] = (0, 2**bits - 1, zero_point, zero_point + 1)[seed % 4]
+        return struct.pack(f"<{dim}{letter}", *words), [(word - zero_point) * scale for word in words]
+    group, largest = {"int8": (dim, 127), "int4": (32, 7), "int4_64": (64, 7)}[codec]
     scales, codes = [], []
     for number, start in enumerate(range(0, dim, group)):
         count = min(group, dim - start)
@@ -137,6 +178,12 @@ def encoded(codec: str, dim: int, seed: int) -> tuple[bytes, list[float]]:
         nibbles = [code & 15 for code in codes] + [0] * (dim % 2)
         packed = bytes(low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True))
     return struct.pack(f"<{len(scales)}e", *scales) + packed, values
+
+
+def quantization(codec: str) -> dict[str, float | int]:
+    """The header's, of a static codec."""
+    scale, zero_point = QUANTIZATIONS[codec]
+    return {"scale": scale, "zero_point": zero_point}
 
 
 def mixed(count: int, seed: int, bits: int) -> list[int]:

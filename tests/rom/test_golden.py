@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from meki_edge.errors import UserError
 from meki_edge.rom import inspect
-from meki_edge.rom.addressing import TENSORS
 from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import build
 from meki_edge.rom.writer import RomWriter
@@ -32,8 +32,8 @@ def test_the_script_writes_these_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, GOLDEN / "make.py", tmp_path], check=True)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     committed = {path.name: path.read_bytes() for path in GOLDEN.iterdir() if path.suffix in (".json", ".safetensors")}
-    assert made == committed and len(NAMES) == 6
-    assert sum(map(len, committed.values())) < 60_000
+    assert made == committed and len(NAMES) == 11
+    assert sum(map(len, committed.values())) < 100_000
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,10 +57,36 @@ def test_rows_and_addresses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_integers_as_they_are_stored(name: str) -> None:
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    with RomReader(GOLDEN / golden["rom"]) as reader:
+        if "codes" not in golden:
+            with pytest.raises(UserError, match="not integers with one quantization"):
+                reader.fetch_raw(np.array([0]))
+            return
+        quantization = reader.spec.quantization
+        assert quantization is not None
+        for case in golden["cases"]:
+            codes, counts = reader.fetch_raw(np.array(case["token_ids"]), np.array(case["before"], np.int64))
+            assert codes.dtype == (np.uint8 if "static8" in name else np.uint16)
+            for found, count, expected in zip(codes, counts, case["row_ids"], strict=True):
+                assert found[:count].tolist() == [golden["codes"][row] for row in expected]
+                assert (found[count:] == quantization.zero_point).all()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "checksums" in name])
+def test_checksums(name: str) -> None:
+    path = GOLDEN / f"{name}.safetensors"
+    with RomReader(path, verify_rows=True) as reader:
+        every = np.arange(reader.spec.num_rows)
+        np.testing.assert_array_equal(reader.rows(every), expected_rows(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_safetensors_opens_them(name: str) -> None:
     with safe_open(GOLDEN / f"{name}.safetensors", "np") as opened, RomReader(GOLDEN / f"{name}.safetensors") as reader:
         addressing = reader.spec.addressing
-        assert set(opened.keys()) == {"rows", *TENSORS[addressing.kind]}
+        assert set(opened.keys()) == {"rows", *addressing.tensors(), *(["checksums"] if reader.spec.checksums else [])}
         for field, array in addressing.tensors().items():
             np.testing.assert_array_equal(opened.get_tensor(field), array)
 
@@ -78,6 +104,8 @@ def test_our_writer_gives_the_same_bytes(name: str, tmp_path: Path) -> None:
         addressing=found.addressing,
         tokenizer_sha256=found.tokenizer_sha256,
         source_sha256=found.source_sha256,
+        quantization=found.quantization,
+        checksums=found.checksums,
     )
     with RomWriter(tmp_path / "rom.safetensors", spec) as writer:
         writer.write(expected_rows(name))

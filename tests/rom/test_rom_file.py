@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import struct
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from rom_oracle import OracleFile
 from safetensors import safe_open
 
 from meki_edge.errors import UserError
+from meki_edge.graph_spec import Quantization
 from meki_edge.rom import inspect
+from meki_edge.rom import writer as writer_module
 from meki_edge.rom.addressing import Addressing, Identity, NgramHash, Ragged
 from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import CODECS, RomSpec, build, row_stride
@@ -27,10 +30,22 @@ IDENTITY = Identity()
 
 
 def spec_of(
-    dims: list[tuple[int, int, int]], codec: str, num_rows: int, addressing: Addressing = IDENTITY
+    dims: list[tuple[int, int, int]],
+    codec: str,
+    num_rows: int,
+    addressing: Addressing = IDENTITY,
+    *,
+    checksums: bool = False,
 ) -> RomSpec:
     return build(
-        dims, codec, num_rows=num_rows, addressing=addressing, tokenizer_sha256="t" * 64, source_sha256="s" * 64
+        dims,
+        codec,
+        num_rows=num_rows,
+        addressing=addressing,
+        tokenizer_sha256="t" * 64,
+        source_sha256="s" * 64,
+        quantization=Quantization(scale=0.04, zero_point=120) if CODECS[codec].is_static else None,
+        checksums=checksums,
     )
 
 
@@ -46,6 +61,21 @@ def write(path: Path, spec: RomSpec, values: np.ndarray, step: int = 7) -> Path:
 
 
 DIMS = [(0, 0, 12), (1, 0, 33), (1, 1, 5), (2, 0, 64)]
+
+
+@pytest.mark.parametrize("addressing", ["identity", "ragged", "ngram_hash"])
+def test_checksums_are_zlibs(tmp_path: Path, addressing: str) -> None:
+    """Of a row's data without its padding, then of what the addressing needs."""
+    chosen = {"identity": (IDENTITY, 30), "ragged": (RAGGED, 8), "ngram_hash": (HASHED, 17)}[addressing]
+    spec = spec_of(DIMS, "int4_64", chosen[1], chosen[0], checksums=True)
+    path = write(tmp_path / "rom.safetensors", spec, random_rows(spec))
+    with safe_open(path, "np") as opened:
+        found = opened.get_tensor("checksums")
+        expected = [zlib.crc32(row[: spec.row_bytes].tobytes()) for row in opened.get_tensor("rows")]
+        expected += [zlib.crc32(opened.get_tensor(name).tobytes()) for name in spec.addressing.tensors()]
+        assert found.dtype == np.uint32 and found.tolist() == expected
+        assert json.loads(opened.metadata()["checksums"]) == {"algorithm": "crc32", "block_rows": 1}
+    assert inspect.verify(path) == chosen[1] and inspect.describe(path)["checksums"] is True
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
@@ -118,20 +148,29 @@ def test_an_id_out_of_range_has_a_name(tmp_path: Path, bad: int) -> None:
 
 
 def test_a_sparse_file_of_ten_gigabytes(tmp_path: Path) -> None:
-    """64-bit offsets: the last rows lie beyond 4 GiB."""
-    spec = spec_of([(0, 0, 2048)], "fp16", 2_500_000)
-    small = write(tmp_path / "small.safetensors", spec_of([(0, 0, 2048)], "fp16", 1), np.ones((1, 2048), np.float32))
-    row = small.read_bytes()[4096:]
+    """64-bit offsets: rows on both sides of 2 GiB, 4 GiB and 6 GB, and the checksums beyond them all."""
+    spec = spec_of([(0, 0, 2048)], "fp16", 2_500_000, checksums=True)
+    values = {0: 1.0, 2_499_999: 2.0}
+    for number, place in enumerate((2**31, 2**32, 6 * 10**9)):
+        row = (place - 4096) // spec.row_stride
+        values |= {row - 1: 3.0 + number, row: 6.0 + number}
     path = tmp_path / "large.safetensors"
     with open(path, "wb") as file:
         file.write(header_bytes(spec))
-        file.truncate(4096 + spec.num_rows * spec.row_stride)
-        file.seek(4096 + 2_400_000 * spec.row_stride)
-        file.write(row)
-    assert path.stat().st_size > 10e9
-    with RomReader(path) as reader:
-        rows = reader.rows(np.array([2_499_999, 2_400_000]))
-    assert not rows[0].any() and (rows[1] == 1).all()
+        file.truncate(4096 + spec.num_rows * (spec.row_stride + 4))
+        for row, value in values.items():
+            raw = np.full(2048, value, "<f2").tobytes()
+            file.seek(4096 + row * spec.row_stride)
+            file.write(raw)
+            file.seek(4096 + spec.num_rows * spec.row_stride + 4 * row)
+            file.write(struct.pack("<I", zlib.crc32(raw)))
+    assert path.stat().st_size > 10e9 and path.stat().st_blocks * 512 < 1e6
+    with RomReader(path, verify_rows=True) as reader:
+        rows = reader.rows(np.array(list(values)))
+        np.testing.assert_array_equal(rows, np.repeat([list(values.values())], 2048, 0).T)
+        np.testing.assert_array_equal(reader.raw_range(2_499_999, 2_500_000).view("<f2"), 2.0)
+        with pytest.raises(UserError, match="row 2000000: the checksum does not match"):
+            reader.rows(np.array([2_000_000]))  # a hole: zeros without the checksum of zeros
 
 
 def test_a_failed_writer_leaves_nothing(tmp_path: Path) -> None:
@@ -162,10 +201,12 @@ def test_a_writer_keeps_the_old_file_until_the_new_one_is_whole(tmp_path: Path) 
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["rom.safetensors"]
 
 
+@pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("cut", [0, 3, 100])
-def test_resume(tmp_path: Path, cut: int) -> None:
+def test_resume(tmp_path: Path, cut: int, checksums: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows are kept, a half one is written again, another header starts anew; the bytes are the same."""
-    spec = spec_of(DIMS, "int8", 30)
+    monkeypatch.setattr(writer_module, "BLOCK_BYTES", 1000)
+    spec = spec_of(DIMS, "int8", 30, checksums=checksums)
     values = random_rows(spec)
     whole = write(tmp_path / "whole.safetensors", spec, values).read_bytes()
     path = tmp_path / "rom.safetensors"
@@ -235,9 +276,16 @@ def test_describe(tmp_path: Path) -> None:
         "row_stride": 4096,
         "layers": list(range(28)),
         "segments": [{"count": 28, "dim": 128, "codec": "int8", "bytes": 130}],
+        "checksums": False,
         "tokenizer_sha256": "t" * 64,
         "source_sha256": "s" * 64,
     }
+
+
+def test_describe_a_quantization(tmp_path: Path) -> None:
+    spec = spec_of(DIMS, "static16", 10)
+    path = write(tmp_path / "rom.safetensors", spec, random_rows(spec))
+    assert inspect.describe(path)["quantization"] == {"scale": float(np.float32(0.04)), "zero_point": 120}
 
 
 @pytest.mark.parametrize(("row_bytes", "stride"), [(1, 1), (3, 4), (64, 64), (65, 128), (2049, 4096), (4096, 4096)])
@@ -308,7 +356,7 @@ def test_a_resumed_writer_keeps_a_ragged_file_whole(tmp_path: Path) -> None:
         ({"addressing_parameters": "{}"}, "'addressing_parameters' is not valid"),
         ({"addressing_parameters": "{"}, "'addressing_parameters' is not valid JSON"),
         ({"addressing": "ngram_hash"}, "the tensor 'token_map' is missing"),
-        ({"addressing": "identity"}, "the file holds tensors that its addressing has no use for: offsets"),
+        ({"addressing": "identity"}, "the file holds tensors that nothing in its header uses: offsets"),
     ],
 )
 def test_hostile_addresses(tmp_path: Path, change: dict[str, str], what: str) -> None:

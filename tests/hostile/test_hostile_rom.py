@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,21 +14,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rom_file import DIMS, random_rows, spec_of, write
 
 from meki_edge.errors import UserError
 from meki_edge.files import sha256_file
 from meki_edge.rom import inspect
+from meki_edge.rom.addressing import Identity
 from meki_edge.rom.reader import RomReader
+from meki_edge.rom.spec import build
+from meki_edge.rom.writer import RomWriter
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 Header = dict[str, Any]
 NUM_ROWS = 20
+DIMS = [(0, 0, 12), (1, 0, 33), (1, 1, 5), (2, 0, 64)]
+
+
+def written(path: Path, dims: list[tuple[int, int, int]], codec: str, num_rows: int) -> Path:
+    """A sound file of random rows."""
+    digests = {"tokenizer_sha256": "t" * 64, "source_sha256": "s" * 64}
+    spec = build(dims, codec, num_rows=num_rows, addressing=Identity(), **digests)
+    with RomWriter(path, spec) as writer:
+        writer.write(np.random.default_rng(0).standard_normal((num_rows, spec.row_dim), dtype=np.float32))
+    return path
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = spec_of(DIMS, "int8", NUM_ROWS)
-    return write(tmp_path_factory.mktemp("good") / "rom.safetensors", spec, random_rows(spec))
+    return written(tmp_path_factory.mktemp("good") / "rom.safetensors", DIMS, "int8", NUM_ROWS)
 
 
 def rewritten(good: Path, path: Path, change: Callable[[Header], object], align: int = 4096) -> Path:
@@ -101,7 +115,7 @@ HEADERS: list[tuple[str, Callable[[Header], object], str]] = [
     ("twice", segments(lambda s: s[1].update(layer=0)), "segment 1 (layer 0, memory 0) is out of order"),
     ("layer −2", segments(lambda s: s[0].update(layer=-2)), "segment 0 (layer -2, memory 0) is out of order"),
     ("no rows tensor", rename, "the tensor 'rows' has shape ()"),
-    ("two tensors", add_tensor, "the file holds tensors that its addressing has no use for"),
+    ("two tensors", add_tensor, "the file holds tensors that nothing in its header uses: other"),
     ("int8 rows", rows(dtype="I8"), "the tensor 'rows' is I8, not U8"),
     ("dtype a list", rows(dtype=["U8"]), "unsupported dtype"),
     ("one dimension", rows(shape=[NUM_ROWS * 128]), "the tensor 'rows' has shape (2560,)"),
@@ -146,6 +160,9 @@ def test_any_other_length_is_refused(good: Path, tmp_path: Path, size: int) -> N
 
 
 def test_not_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody who writes
+    with pytest.raises(UserError, match="not a regular file"):
+        RomReader(tmp_path / "pipe")
     with pytest.raises(UserError, match="not a regular file"):
         RomReader(tmp_path)
     with pytest.raises(UserError, match="cannot open the file: No such file"):
@@ -161,6 +178,52 @@ def test_a_file_that_shrinks_while_read(good: Path, tmp_path: Path) -> None:
         assert reader.rows(np.array([4])).shape == (1, reader.spec.row_dim)
         with pytest.raises(UserError, match="the file ends inside tensor 'rows'"):
             reader.rows(np.array([5]))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
+    """Make ``os.<name>`` fail as storage does, after so many calls."""
+    calls, real = iter(range(1000)), getattr(os, name)
+
+    def read(*arguments: Any) -> Any:
+        if next(calls) >= after:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, read)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_storage_that_fails_in_the_header(good: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    failing(monkeypatch, "pread", after)
+    with pytest.raises(UserError, match="reading the header failed: Input/output error"):
+        RomReader(good)
+
+
+@pytest.mark.parametrize("name", ["identity_int8", "ragged_static16_checksums", "ngram_hash_fp16"])
+def test_storage_that_fails(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In what the addressing needs, in the checksums and in the rows, wherever it begins."""
+    path = GOLDEN / f"{name}.safetensors"
+    for after in range(20):
+        with monkeypatch.context() as patch:
+            failing(patch, "preadv", after)
+            try:
+                with RomReader(path, verify_rows="checksums" in name) as reader:
+                    reader.fetch(np.array([3, 1, 0]))
+                assert after > 2
+                return
+            except UserError as error:
+                assert "Input/output error" in error.what and error.where == str(path)
+    raise AssertionError("it never came to an end")
+
+
+def test_a_file_that_shrinks_while_verified(good: Path, tmp_path: Path) -> None:
+    """Between one block of rows and the next."""
+    path = tmp_path / "rom.safetensors"
+    path.write_bytes(good.read_bytes())
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="the file ends inside tensor 'rows'"):
+        patch.setattr(inspect, "BLOCK_BYTES", 500)
+        inspect.verify(path, advance=lambda rows: os.truncate(path, 4096 + 700))
 
 
 def damaged(good: Path, path: Path, row: int, offset: int, data: bytes) -> Path:
@@ -185,12 +248,11 @@ def test_bad_scales(good: Path, tmp_path: Path, bits: int) -> None:
         inspect.verify(path)
 
 
-@pytest.mark.parametrize(("codec", "data"), [("fp16", b"\x00\x7c"), ("fp32", b"\x00\x00\xc0\x7f")])
+@pytest.mark.parametrize(("codec", "data"), [("fp16", b"\x00\x7c"), ("bf16", b"\x80\x7f"), ("fp32", b"\x00\x00\xc0\x7f")])
 def test_elements_that_are_not_finite(tmp_path: Path, codec: str, data: bytes) -> None:
-    spec = spec_of([(0, 0, 4)], codec, 2)
-    path = write(tmp_path / "rom.safetensors", spec, random_rows(spec))
+    path = written(tmp_path / "rom.safetensors", [(0, 0, 4)], codec, 2)
     with open(path, "r+b") as file:
-        file.seek(4096 + spec.row_stride)
+        file.seek(4096 + 4 * (4 if codec == "fp32" else 2))
         file.write(data)
     with RomReader(path) as reader, pytest.raises(UserError, match="row 1, layer 0 memory 0: an element is NaN"):
         reader.rows(np.array([1]))
@@ -205,8 +267,7 @@ def test_verify_finds_dirty_padding(good: Path, tmp_path: Path, offset: int) -> 
 
 def test_verify_finds_a_dirty_nibble(tmp_path: Path) -> None:
     """An odd int4 segment leaves half a byte unused."""
-    spec = spec_of([(0, 0, 3)], "int4", 2)
-    path = write(tmp_path / "rom.safetensors", spec, random_rows(spec))
+    path = written(tmp_path / "rom.safetensors", [(0, 0, 3)], "int4", 2)
     inspect.verify(path)
     contents = bytearray(path.read_bytes())
     contents[-1] |= 0x30
