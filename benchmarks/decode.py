@@ -77,7 +77,8 @@ class PythonDecoder:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         graph = bundle.spec.decode
-        self._session = onnxruntime.InferenceSession(str(bundle.directory / graph.file), options)
+        (part,) = graph.parts
+        self._session = onnxruntime.InferenceSession(str(bundle.directory / part.file), options)
         self._spec = bundle.spec
         self._graph = graph
         self._embedding = RomReader(bundle.directory / bundle.spec.embedding.file)

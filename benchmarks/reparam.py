@@ -73,13 +73,13 @@ def qwen3_06b(*, small: bool) -> ModelConfig:
     return model_config.check(shape, "benchmark")
 
 
-def write_tokens(directory: Path, vocab_size: int) -> Path:
-    """A tokens directory of uniformly random ids: rows from everywhere in the table."""
+def write_tokens(directory: Path, vocab_size: int, count: int = WINDOWS * (WINDOW_LENGTH + 1)) -> Path:
+    """A tokens directory of ``count`` uniformly random ids a split: rows from everywhere in the table."""
     output = StageOutput(directory, stage=tokens.STAGE, config={}, inputs={})
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(output.partial / TOKENIZER))
     rng = np.random.default_rng(0)
     for name in (tokens.TRAIN, tokens.VALIDATION):
-        rng.integers(0, vocab_size, WINDOWS * (WINDOW_LENGTH + 1)).astype("<u4").tofile(output.partial / name)
+        rng.integers(0, vocab_size, count).astype("<u4").tofile(output.partial / name)
     roles = {TOKENIZER: "tokenizer", tokens.TRAIN: "train_tokens", tokens.VALIDATION: "validation_tokens"}
     output.finish(roles=roles, metrics={"token_bytes": 4, "vocab_size": vocab_size, "eos_token_id": 0})
     return directory

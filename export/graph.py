@@ -1,14 +1,15 @@
-"""Export: a checkpoint becomes two ONNX graphs with static shapes, prefill and decode.
+"""Export: a checkpoint becomes two ONNX graphs with static shapes, prefill and decode, in one part or several.
 
 What depends on token ids alone stays with the host, which feeds embeddings, memory rows, the mask
 and the rotary angles, and which owns the key/value cache (:mod:`meki_edge.graph_spec` says how).
 Both graphs are traced without their weights (:mod:`export.trace`); those are streamed from the
-checkpoint into one file (:mod:`export.passes`), and the result is run against PyTorch
+checkpoint into one file a part (:mod:`export.passes`), and the result is run against PyTorch
 (:mod:`export.verify`) before the stage counts as done.
 
 Output: ``graph_spec.json``, ``prefill.onnx`` and ``decode.onnx`` (operator set 23, float32), the
 ``weights.data`` that both refer to, ``embedding.safetensors`` (a ROM file of the token embedding)
-and the tokenizer. The memories' ROM files stay in the checkpoint; ``meki-edge pack`` brings both
+and the tokenizer. Where the graphs are cut, each part has its own ``prefill_0.onnx``, ``decode_0.onnx``
+and ``weights_0.data``. The memories' ROM files stay in the checkpoint; ``meki-edge pack`` brings both
 together.
 """
 
@@ -23,14 +24,15 @@ import onnx_ir as ir
 
 from export import passes
 from export.inputs import open_directory, open_tokens
-from export.trace import graph_spec, trace
+from export.layout import PartLayers, cut, graph_spec
+from export.trace import trace
 from export.verify import verify
 from meki_edge import console, manifest
 from meki_edge import tokens as token_shards
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError
 from meki_edge.files import require_free_space, storage_errors, write_json
-from meki_edge.graph_spec import FILE_NAME, GraphSpec
+from meki_edge.graph_spec import FILE_NAME, GraphSpec, Part, part_suffix
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.model.checkpoint import EMBEDDING, HEAD, TOKENIZER, Checkpoint
 from meki_edge.model.config import ModelConfig
@@ -44,6 +46,7 @@ from meki_edge.tokens import TokenShards
 STAGE = "export"
 EMBEDDING_LAYER = -1  # of a segment that holds token embeddings
 EMBEDDING_ROWS = 4096  # rows of the token embedding held in memory at a time
+KV_DTYPES = ("float32", "float16")
 CARRIED_METRICS = ("validation_loss", "validation_tokens", "ram_parameters")
 
 
@@ -59,6 +62,18 @@ class ExportConfig:
 
     verify_tokens: int = 200
     """Tokens of validation text on which the graphs are compared with PyTorch (at most C)."""
+
+    parts: int = 1
+    """How many parts of about as many layers each graph is cut into."""
+
+    split_layers: tuple[int, ...] = ()
+    """Or the layers before which it is cut, ascending."""
+
+    head_part: bool = False
+    """Whether the final norm and the head are a part of their own."""
+
+    kv_dtype: str = "float32"
+    """Of the key/value cache: ``float32`` or ``float16``."""
 
 
 def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, force: bool = False) -> Manifest:
@@ -78,6 +93,7 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
         model = weights.config
         shards = _open_tokens(tokens, source, model, checkpoint)
         _check_shapes(config, model, checkpoint)
+        parts = _parts(config, model.num_hidden_layers)
         roms = _roms(source, model, shards, checkpoint)
         text = shards.validation_windows(1, min(config.verify_tokens, config.context_length))[0]
         output = StageOutput(
@@ -95,6 +111,8 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
             context_length=config.context_length,
             prefill_tokens=config.prefill_tokens,
             eos_token_id=shards.eos_token_id,
+            parts=parts,
+            kv_dtype=config.kv_dtype,
         )
         with storage_errors(output.partial):
             metrics = _write_graphs(output.partial, spec, weights)
@@ -103,14 +121,7 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
             shutil.copyfile(tokens / token_shards.TOKENIZER, output.partial / TOKENIZER)
     metrics |= verify(output.partial, spec, checkpoint, roms, text)
     return output.finish(
-        roles={
-            FILE_NAME: "graph_spec",
-            spec.prefill.file: "prefill_graph",
-            spec.decode.file: "decode_graph",
-            passes.WEIGHTS_FILE: "weights",
-            spec.embedding.file: "embedding",
-            TOKENIZER: "tokenizer",
-        },
+        roles=_roles(spec),
         metrics={
             **{name: source.metrics[name] for name in CARRIED_METRICS if name in source.metrics},
             **metrics,
@@ -119,33 +130,62 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
     )
 
 
+def _roles(spec: GraphSpec) -> dict[str, str]:
+    """Every file of the output with its role."""
+    num_parts = len(spec.decode.parts)
+    roles = {FILE_NAME: "graph_spec", spec.embedding.file: "embedding", TOKENIZER: "tokenizer"}
+    for index in range(num_parts):
+        suffix = part_suffix(index, num_parts)
+        roles |= {graph.parts[index].file: f"{name}_graph{suffix}" for name, graph in spec.graphs.items()}
+        roles[passes.weights_file(suffix)] = f"weights{suffix}"
+    return roles
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Traced:
+    """A traced part; ``weights`` says what its initializers are, which have no value yet."""
+
+    part: Part
+    model: ir.Model
+    weights: dict[str, passes.Weight]
+
+
 def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict[str, int]:
-    """Write both graphs and their one weights file into ``directory``; return their sizes."""
-
-    def tensor_of(name: str) -> str:
-        return weights.head_name if name in (HEAD, EMBEDDING) else name
-
-    graphs, models, taken = (spec.prefill, spec.decode), [], []
+    """Write the parts of both graphs and a weights file for each into ``directory``; return their sizes."""
+    num_parts = len(spec.decode.parts)
     with console.progress() as bar:
-        for graph in bar.track(graphs, description="tracing"):
-            model = trace(weights.config, graph)
-            taken.append(passes.take_weights(model, tensor_of))
-            passes.flatten_norms(model)
-            passes.simplify(model)
-            models.append(model)
-    offsets = passes.place(weight for mapping in taken for weight in mapping.values())
-    num_bytes = sum(weight.num_bytes for weight in offsets)
-    require_free_space(directory, num_bytes, "the file of the graphs' weights")
-    for graph, model, mapping in zip(graphs, models, taken, strict=True):
-        passes.refer(model, mapping, offsets)
-        ir.save(model, directory / graph.file)
-    with console.byte_progress("writing weights", num_bytes) as advance:
-        passes.write_weights(directory / passes.WEIGHTS_FILE, offsets, weights, advance)
+        task = bar.add_task("tracing", total=2 * num_parts)
+        traced = []
+        for index in range(num_parts):
+            traced.append([_trace(graph.parts[index], weights) for graph in spec.graphs.values()])
+            bar.advance(task, 2)
+    placed = [passes.place(weight for twin in twins for weight in twin.weights.values()) for twins in traced]
+    sizes = [sum(weight.num_bytes for weight in offsets) for offsets in placed]
+    require_free_space(directory, sum(sizes), "the graphs' weights")
+    with console.byte_progress("writing weights", sum(sizes)) as advance:
+        for index, (twins, offsets) in enumerate(zip(traced, placed, strict=True)):
+            file = passes.weights_file(part_suffix(index, num_parts))
+            for twin in twins:
+                passes.refer(twin.model, twin.weights, offsets, file)
+                ir.save(twin.model, directory / twin.part.file)
+            passes.write_weights(directory / file, offsets, weights, advance)
     return {
-        "weights_bytes": num_bytes,
-        "prefill_nodes": models[0].graph.num_nodes(),
-        "decode_nodes": models[1].graph.num_nodes(),
+        "parts": num_parts,
+        "weights_bytes": sum(sizes),
+        "largest_part_bytes": max(sizes),
+        **{
+            f"{name}_nodes": sum(twins[index].model.graph.num_nodes() for twins in traced)
+            for index, name in enumerate(spec.graphs)
+        },
     }
+
+
+def _trace(part: Part, weights: Checkpoint) -> _Traced:
+    model = trace(weights.config, part)
+    taken = passes.take_weights(model, lambda name: weights.head_name if name in (HEAD, EMBEDDING) else name)
+    passes.flatten_norms(model)
+    passes.simplify(model)
+    return _Traced(part=part, model=model, weights=taken)
 
 
 def _write_embedding(directory: Path, spec: GraphSpec, weights: Checkpoint, shards: TokenShards) -> None:
@@ -188,6 +228,33 @@ def _check_shapes(config: ExportConfig, model: ModelConfig, checkpoint: Path) ->
             where="--verify-tokens",
             fix="give at least 2: one token for prefill and one for decode",
         )
+    if config.kv_dtype not in KV_DTYPES:
+        raise UserError(
+            f"kv_dtype is {config.kv_dtype!r}", where="--kv-dtype", fix=f"use one of: {', '.join(KV_DTYPES)}"
+        )
+
+
+def _parts(config: ExportConfig, num_layers: int) -> list[PartLayers]:
+    """Which layers each part holds."""
+    boundaries = list(config.split_layers)
+    if boundaries and config.parts != 1:
+        raise UserError(
+            f"{config.parts} parts and cuts at layers {boundaries} are both given",
+            where="--parts, --split-layers",
+            fix="give one of the two",
+        )
+    if boundaries != sorted(set(boundaries) & set(range(1, num_layers))):
+        raise UserError(
+            f"the model cannot be cut before layers {boundaries}",
+            where="--split-layers",
+            fix=f"name layers from 1 to {num_layers - 1}, ascending",
+        )
+    if not 1 <= config.parts <= num_layers:
+        raise UserError(
+            f"{config.parts} parts of {num_layers} layers", where="--parts", fix=f"choose 1 to {num_layers} parts"
+        )
+    boundaries = boundaries or [index * num_layers // config.parts for index in range(1, config.parts)]
+    return cut(num_layers, boundaries, head_part=config.head_part)
 
 
 def _open_tokens(tokens: Path, source: Manifest, model: ModelConfig, checkpoint: Path) -> TokenShards:

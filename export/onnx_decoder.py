@@ -1,13 +1,15 @@
 """The host's side of the exported graphs in NumPy: cache, mask, rotary angles, rows, memory states.
 
 The C++ harness does the same on a device. Here it serves to verify graphs, to compare compiled
-binaries with them, and to collect what calibration needs.
+binaries with them, and to collect what calibration needs. All values are float32 here, whatever the
+graph's inputs and outputs are; only what is kept is kept in the graph's own type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -16,15 +18,31 @@ from meki_edge.graph_spec import Graph, GraphSpec, TensorSpec
 from meki_edge.rom.reader import RomReader
 
 
+class Session(Protocol):
+    """What runs one part of a graph: an ONNX Runtime session, or anything that stands before one."""
+
+    def run(self, output_names: Any, input_feed: Any) -> Any:
+        """The outputs of these names, in that order, as ONNX Runtime returns them."""
+
+
+Sessions = Sequence[Session]
+"""One for each part of a graph, in order."""
+
+
 def cpu_session(path: Path) -> ort.InferenceSession:
-    """An ONNX Runtime session of one graph on the CPU: the oracle for every other runtime."""
+    """An ONNX Runtime session of one part on the CPU: the oracle for every other runtime."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors only
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
+def cpu_sessions(directory: Path, graph: Graph) -> list[ort.InferenceSession]:
+    """Sessions of the parts of a graph, whose files lie in ``directory``."""
+    return [cpu_session(directory / part.file) for part in graph.parts]
+
+
 class OnnxDecoder:
-    """One sequence and what is kept of it. Sessions are the caller's, so only one need be loaded.
+    """One sequence and what is kept of it. Sessions are the caller's, so only one graph need be loaded.
 
     Args:
         embedding: rows for ``input_embeds``.
@@ -36,7 +54,7 @@ class OnnxDecoder:
         self.spec = spec
         self._embedding, self._roms = embedding, roms
         self._kept = {
-            tensor.name: np.zeros(tensor.shape, tensor.dtype)
+            tensor.name: encoded(tensor, np.zeros(tensor.shape, np.float32))
             for role in ("past_key", "past_value", "memory_state")
             for tensor in spec.decode.by_role(role)
         }
@@ -52,20 +70,19 @@ class OnnxDecoder:
         other._before, other.length = self._before, self.length
         return other
 
-    def prefill(self, session: ort.InferenceSession, ids: np.ndarray) -> np.ndarray:
+    def prefill(self, sessions: Sessions, ids: np.ndarray) -> np.ndarray:
         """Run the prompt ``ids`` ``[N]`` in chunks, the last one padded: logits ``[N, V]``."""
         step = self.spec.prefill.num_tokens
         chunks = [ids[first : first + step] for first in range(0, len(ids), step)]
-        return np.concatenate([self.run(session, self.spec.prefill, chunk) for chunk in chunks])
+        return np.concatenate([self.run(sessions, self.spec.prefill, chunk) for chunk in chunks])
 
-    def decode(self, session: ort.InferenceSession, token: int) -> np.ndarray:
+    def decode(self, sessions: Sessions, token: int) -> np.ndarray:
         """Run one token: logits ``[V]``."""
-        return self.run(session, self.spec.decode, np.array([token]))[0]
+        return self.run(sessions, self.spec.decode, np.array([token]))[0]
 
-    def run(self, session: ort.InferenceSession, graph: Graph, ids: np.ndarray) -> np.ndarray:
+    def run(self, sessions: Sessions, graph: Graph, ids: np.ndarray) -> np.ndarray:
         """One call of ``graph`` for ``ids`` ``[n]``, ``n`` ≤ T, which are kept. Logits ``[n, V]``."""
-        names = [tensor.name for tensor in graph.outputs]
-        results = dict(zip(names, session.run(names, self.feeds(graph, ids)), strict=True))
+        results = run_parts(sessions, graph, self.feeds(graph, ids))
         start, stop, count = self.length, self.length + len(ids), len(ids)
         for past, present in zip(graph.by_role("past_key"), graph.by_role("present_key"), strict=True):
             self._kept[past.name][..., start:stop] = results[present.name][..., :count]
@@ -77,12 +94,14 @@ class OnnxDecoder:
         self._before = np.concatenate((self._before, ids))
         self._before = self._before[max(len(self._before) - self._history, 0) :]
         self.length = stop
-        return results[graph.by_role("logits")[0].name][0, :count]
+        (logits,) = graph.by_role("logits")
+        return decoded(logits, results[logits.name][0, :count])
 
     def feeds(self, graph: Graph, ids: np.ndarray) -> dict[str, np.ndarray]:
         """The graph's inputs for ``ids`` ``[n]``, ``n`` ≤ T, at the current position; the rest is padding.
 
-        Padding lies to the right, so the causal mask hides it from every real token.
+        Padding lies to the right, so the causal mask hides it from every real token. Every array has its
+        input's type.
         """
         assert 0 < len(ids) <= graph.num_tokens and self.length + len(ids) <= self.spec.context_length
         cos, sin = self._angles(graph.num_tokens)
@@ -92,9 +111,11 @@ class OnnxDecoder:
             "position_cos": cos,
             "position_sin": sin,
         }
-        known = self._kept | self._memory_feeds(graph, ids)
+        rows = self._memory_feeds(graph, ids)
         return {
-            tensor.name: known[tensor.name] if tensor.name in known else by_role[tensor.role]
+            tensor.name: self._kept[tensor.name]
+            if tensor.name in self._kept
+            else encoded(tensor, rows[tensor.name] if tensor.name in rows else by_role[tensor.role])
             for tensor in graph.inputs
         }
 
@@ -123,6 +144,34 @@ class OnnxDecoder:
         positions = np.arange(self.length, self.length + num_tokens)
         angles = positions[None, :, None] * self.spec.rope_theta**-exponents
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def run_parts(sessions: Sessions, graph: Graph, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Run the parts of a graph in order: what they give, ``hidden`` included, by name."""
+    results: dict[str, np.ndarray] = {}
+    for session, part in zip(sessions, graph.parts, strict=True):
+        known = feeds | results
+        names = [tensor.name for tensor in part.outputs]
+        given = session.run(names, {tensor.name: known[tensor.name] for tensor in part.inputs})
+        results |= zip(names, given, strict=True)
+    return results
+
+
+def encoded(tensor: TensorSpec, values: np.ndarray) -> np.ndarray:
+    """Float32 ``values`` in the type of ``tensor``; integers round half to even and saturate."""
+    if tensor.quantization is None:
+        return values.astype(tensor.dtype, copy=False)
+    limits = np.iinfo(tensor.dtype)
+    steps = np.rint(values / np.float32(tensor.quantization.scale)) + tensor.quantization.zero_point
+    return steps.clip(limits.min, limits.max).astype(tensor.dtype)
+
+
+def decoded(tensor: TensorSpec, values: np.ndarray) -> np.ndarray:
+    """``values`` of the type of ``tensor`` as float32."""
+    if tensor.quantization is None:
+        return values.astype(np.float32, copy=False)
+    steps = values.astype(np.int32) - tensor.quantization.zero_point
+    return steps.astype(np.float32) * np.float32(tensor.quantization.scale)
 
 
 def _padded(tensor: TensorSpec, rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Passes over a traced graph, and the one file that holds the weights of both graphs.
+"""Passes over a traced graph, and the file that holds the weights of a part of both graphs.
 
 A traced graph names its weights but holds no data: they go from the checkpoint straight into
 ``weights.data``, a block of rows at a time, so exporting a model takes far less memory than the
@@ -23,7 +23,6 @@ from onnxscript.optimizer import fold_constants
 from meki_edge.files import atomic_path
 from meki_edge.model.checkpoint import Checkpoint
 
-WEIGHTS_FILE = "weights.data"
 ALIGNMENT = 4096  # a page, so that the runtime can map each weight on its own
 BLOCK_ELEMENTS = 1 << 23  # elements of a weight held in memory at a time (32 MB)
 ITEM_BYTES = 4  # float32
@@ -126,12 +125,17 @@ def place(weights: Iterable[Weight]) -> dict[Weight, int]:
     return offsets
 
 
-def refer(model: ir.Model, weights: Mapping[str, Weight], offsets: Mapping[Weight, int]) -> None:
-    """Point the initializers of ``model`` at their bytes in ``weights.data``."""
+def weights_file(suffix: str) -> str:
+    """The name of a part's weights file (:func:`meki_edge.graph_spec.part_suffix`)."""
+    return f"weights{suffix}.data"
+
+
+def refer(model: ir.Model, weights: Mapping[str, Weight], offsets: Mapping[Weight, int], file: str) -> None:
+    """Point the initializers of ``model`` at their bytes in ``file``, which lies beside it."""
     for name, weight in weights.items():
         value = model.graph.initializers[name]
         value.const_value = ir.ExternalTensor(
-            WEIGHTS_FILE, offsets[weight], weight.num_bytes, ir.DataType.FLOAT, shape=ir.Shape(weight.shape), name=name
+            file, offsets[weight], weight.num_bytes, ir.DataType.FLOAT, shape=ir.Shape(weight.shape), name=name
         )
 
 

@@ -1,41 +1,45 @@
 """Compile: the exported graphs become QNN context binaries for one chip's NPU, on this machine.
 
 The `onnxruntime-qnn` wheel prepares real binaries offline and carries a simulator of the NPU. Each
-graph is compiled (fp16, unshared weights) in a process of its own, then the simulator runs the
-binaries on validation text and its logits are compared with ONNX Runtime's on the CPU. That says
-that the binary computes the model; it says nothing of a phone's speed.
+graph is compiled in a process of its own, then the simulator runs the binaries on validation text and
+its logits are compared with ONNX Runtime's on the CPU. That says that the binary computes the model; it
+says nothing of a phone's speed. The simulator cannot load a binary that two graphs share, so what it
+checks are binaries of one graph each; then prefill and decode of a part are compiled once more, by the
+same compiler, into the one binary that ships.
 
-Output: ``prefill_ctx.onnx`` with ``prefill_qnn.bin``, the same for decode, and ``compile.log``.
+Output: ``prefill_ctx.onnx`` and ``decode_ctx.onnx``, the ``model_qnn.bin`` that both name (one
+``…_qnn.bin`` each without sharing), and ``compile.log``. Where the graphs are cut, every part has such
+files, numbered.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import signal
-import subprocess
-import sys
+import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export.graph_view import load
 from export.inputs import open_directory, open_tokens
-from export.targets import Chip, chip
+from export.lint_files import LIMIT_BYTES, compiled_bytes
+from export.qnn_jobs import LOG, Jobs
+from export.targets import chip
 from meki_edge import console, graph_spec, manifest
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError
 from meki_edge.files import read_json
-from meki_edge.graph_spec import GraphSpec
+from meki_edge.graph_spec import GraphSpec, part_suffix
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.tokens import TokenShards
 
 STAGE = "compile"
-LOG = "compile.log"
-LOG_LINES = 5  # of the log's end, quoted in an error
-PRECISION = "fp16"
+FLOAT_PRECISION = "fp16"  # what the NPU computes float32 graphs in
+UNSHARED = "unshared"  # the folder of the binaries that only the simulator sees
 MIN_COSINE = 0.99
-"""What a sound fp16 binary exceeds by far (0.9999 and more); a miscompiled one is near 0."""
-DEVICE_LIMIT_BYTES = 2_000_000_000
+"""What a sound binary exceeds by far (0.9999 and more); a miscompiled one is near 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,9 @@ class CompileConfig:
     verify_steps: int = 4
     """Decode steps in the simulator, after one prefill chunk; 0 leaves the simulator out (it is slow)."""
 
+    share_weights: bool = True
+    """Whether prefill and decode of a part lie in one binary, with one copy of their weights."""
+
 
 def qnn_available() -> bool:
     """Whether the `onnxruntime-qnn` wheel is installed (it exists for x86-64 Linux and Windows only)."""
@@ -62,15 +69,17 @@ def compile_local(
 ) -> Manifest:
     """Compile both graphs of ``exported`` and check them in the simulator.
 
-    A graph that an interrupted run finished is not compiled again.
+    What an interrupted run finished is not compiled again.
 
     Args:
+        exported: the float graphs of `meki-edge export`, or the quantized ones of `meki-edge calibrate`.
         checkpoint: the directory that was exported; its ROM files feed the check.
         tokens: a tokens directory with the model's tokenizer; its validation split feeds the check.
 
     Raises:
         UserError: no compiler on this platform, an unknown chip, inputs that do not belong
-            together, or a compilation or check that failed (``compile.log`` stays).
+            together, a part that devices refuse, or a compilation or check that failed
+            (``compile.log`` stays).
     """
     if not qnn_available():
         raise UserError(
@@ -80,7 +89,7 @@ def compile_local(
         )
     target = chip(config.chipset)
     _check_config(config)
-    found = open_directory(exported, ("export",))
+    found = open_directory(exported, ("export", "calibrate"))
     shards = open_tokens(tokens, found, exported)
     if found.inputs["checkpoint"].sha256 != manifest.digest(checkpoint):
         raise UserError(
@@ -101,103 +110,128 @@ def compile_local(
     spec_path = exported / graph_spec.FILE_NAME
     spec = GraphSpec.from_json(read_json(spec_path), spec_path)
     _check_steps(config, spec, shards)
-    jobs = _Jobs(output.partial, target, config.optimization_level)
+    _check_sizes(exported, spec)
+    found_roms = [exported / rom.file if rom.file in found.files else checkpoint / rom.file for rom in spec.roms]
+    work = _Compilation(
+        exported=exported,
+        spec=spec,
+        directory=output.partial,
+        jobs=Jobs(output.partial, target, config.optimization_level),
+        share=config.share_weights,
+    )
     metrics: dict[str, Any] = {
         "chipset": target.soc,
         "chip": target.name,
         "hexagon_arch": target.arch,
-        "precision": PRECISION,
+        "precision": found.metrics.get("precision", FLOAT_PRECISION),
+        "parts": work.num_parts,
     }
-    names = [Path(graph.file).stem for graph in (spec.decode, spec.prefill)]
+    checked = config.verify_steps > 0
     with console.progress() as bar:
-        task = bar.add_task(f"compile for {target.soc}", total=len(names) + (config.verify_steps > 0))
-        for name in names:
-            result = jobs.compile(exported / f"{name}.onnx", name)
-            metrics["qnn_sdk_version"] = result.pop("qnn_sdk_version")
-            metrics |= {f"{name}_{key}": value for key, value in result.items()}
-            bar.advance(task)
-        if config.verify_steps:
+        total = checked + work.num_parts * (2 * (checked or not work.share) + work.share)
+        task = bar.add_task(f"compile for {target.soc}", total=total)
+        for graph in ("decode", "prefill") if checked or not work.share else ():
+            for index in range(work.num_parts):
+                metrics |= work.compile_alone(graph, index)
+                bar.advance(task)
+        if checked:
             bar.update(task, description="NPU simulator")
-            metrics |= jobs.simulate(exported, checkpoint, spec, shards, config.verify_steps)
+            metrics |= work.simulate(found_roms, shards, config.verify_steps)
+            bar.update(task, advance=1, description=f"compile for {target.soc}")
+        for index in range(work.num_parts) if work.share else ():
+            metrics |= work.compile_shared(index)
             bar.advance(task)
-    for name in names:
-        _report(name, metrics)
-    roles = {LOG: "compile_log"}
-    for name in names:
-        roles |= {f"{name}_ctx.onnx": f"{name}_context", f"{name}_qnn.bin": f"{name}_binary"}
-    return output.finish(roles=roles, metrics=metrics)
+    work.report(metrics)
+    shutil.rmtree(output.partial / UNSHARED, ignore_errors=True)
+    return output.finish(roles=work.roles(), metrics=metrics)
 
 
-class _Jobs:
-    """The worker processes of one compilation; results and log lie in ``directory``."""
+@dataclass(frozen=True, kw_only=True)
+class _Compilation:
+    """What becomes what in one run of the stage, in ``directory``."""
 
-    def __init__(self, directory: Path, target: Chip, optimization_level: int) -> None:
-        self._directory = directory
-        self._target = target
-        self._options = [f"--soc-model={target.soc_model}", f"--optimization-level={optimization_level}"]
+    exported: Path
+    spec: GraphSpec
+    directory: Path
+    jobs: Jobs
+    share: bool
 
-    def compile(self, model: Path, name: str) -> dict[str, Any]:
-        """Compile one graph, unless an earlier run already did."""
-        return self._run("compile", f"compiling {model.name} for {self._target.soc}", name, [f"--model={model}"])
+    @property
+    def num_parts(self) -> int:
+        """Of each graph."""
+        return len(self.spec.decode.parts)
 
-    def simulate(
-        self, exported: Path, checkpoint: Path, spec: GraphSpec, shards: TokenShards, steps: int
-    ) -> dict[str, Any]:
+    def compile_alone(self, graph: str, index: int) -> dict[str, Any]:
+        """One part of one graph; where binaries are shared, only for the simulator."""
+        model = self._model(graph, index)
+        out = self.directory / UNSHARED if self.share else self.directory
+        return _named(model.stem, self.jobs.compile([model], out, model.stem))
+
+    def compile_shared(self, index: int) -> dict[str, Any]:
+        """A part of both graphs."""
+        models = [self._model(graph, index) for graph in ("decode", "prefill")]
+        name = f"model{self._suffix(index)}"
+        return _named(name, self.jobs.compile(models, self.directory, name))
+
+    def simulate(self, roms: list[Path], shards: TokenShards, steps: int) -> dict[str, Any]:
         """Compare the simulator with ONNX Runtime; a binary that computes something else is an error."""
-        prompt = min(spec.prefill.num_tokens, spec.context_length - steps)
-        ids = shards.validation_windows(1, prompt + steps)[0]
-        arguments = [f"--exported={exported}", f"--steps={steps}", "--ids", *map(str, ids)]
-        arguments += ["--roms", *(str(checkpoint / rom.file) for rom in spec.roms)]
-        metrics = self._run("simulate", "the NPU simulator's check", "simulator", arguments)
+        prompt = min(self.spec.prefill.num_tokens, self.spec.context_length - steps)
+        ids = shards.validation_windows(1, prompt + steps)[0].tolist()
+        compiled = self.directory / UNSHARED if self.share else self.directory
+        metrics = self.jobs.simulate(self.exported, compiled, roms, ids, steps)
         worst = min(metrics["simulator_prefill_min_cosine"], metrics["simulator_decode_min_cosine"])
         if not worst >= MIN_COSINE:  # a NaN must not pass
             raise UserError(
                 f"the NPU simulator's logits do not follow ONNX Runtime's: cosine {worst:.4f}, at least "
-                f"{MIN_COSINE} is expected of {PRECISION}",
-                where=self._directory / LOG,
+                f"{MIN_COSINE} is expected",
+                where=self.jobs.log,
                 fix="report this with the model's config.json: the compiler miscompiled the graph",
             )
         return metrics
 
-    def _run(self, job: str, doing: str, name: str, arguments: list[str]) -> dict[str, Any]:
-        result, log = self._directory / f"{name}.json", self._directory / LOG
-        if not result.is_file():  # the worker writes it last
-            command = [sys.executable, "-m", "export.qnn_worker", job, f"--result={result}", f"--out={self._directory}"]
-            with open(log, "a", encoding="utf-8") as file:
-                file.write(f"== {doing}\n")
-                file.flush()
-                done = subprocess.run([*command, *self._options, *arguments], stdout=file, stderr=subprocess.STDOUT)
-            if done.returncode:
-                raise UserError(
-                    f"{doing} {_how_it_ended(done.returncode)}; the log ends with:\n{_tail(log)}",
-                    where=log,
-                    fix="read the log; a smaller --context-length or --prefill-tokens needs less memory",
-                )
-        return read_json(result)
+    def roles(self) -> dict[str, str]:
+        """Every file of the output with its role."""
+        roles = {LOG: "compile_log"}
+        for index in range(self.num_parts):
+            suffix = self._suffix(index)
+            for graph in self.spec.graphs:
+                roles[f"{graph}{suffix}_ctx.onnx"] = f"{graph}_context{suffix}"
+            for name in ("model",) if self.share else self.spec.graphs:
+                roles[f"{name}{suffix}_qnn.bin"] = f"{name}_binary{suffix}"
+        return roles
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Say what was made and how well it computes."""
+        for index in range(self.num_parts):
+            for name in ("model",) if self.share else ("decode", "prefill"):
+                _report_binary(f"{name}{self._suffix(index)}", metrics)
+        for graph in self.spec.graphs if "simulator_seconds" in metrics else ():
+            _report_check(graph, metrics)
+
+    def _model(self, graph: str, index: int) -> Path:
+        return self.exported / self.spec.graphs[graph].parts[index].file
+
+    def _suffix(self, index: int) -> str:
+        return part_suffix(index, self.num_parts)
 
 
-def _how_it_ended(return_code: int) -> str:
-    if return_code < 0:
-        return f"crashed (signal {signal.Signals(-return_code).name})"
-    return f"failed (exit status {return_code})"
+def _named(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    """A compile's result as metrics."""
+    return {key if key == "qnn_sdk_version" else f"{name}_{key}": value for key, value in result.items()}
 
 
-def _tail(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "\n".join(lines[-LOG_LINES:])
+def _report_binary(name: str, metrics: dict[str, Any]) -> None:
+    size, seconds = metrics[f"{name}_binary_bytes"], metrics[f"{name}_compile_seconds"]
+    console.info(f"{name}: {size / 1e6:.1f} MB in {seconds:.1f} s")
 
 
-def _report(name: str, metrics: dict[str, Any]) -> None:
-    size = metrics[f"{name}_binary_bytes"]
-    note = "; devices are said to refuse binaries over 2 GB" if size > DEVICE_LIMIT_BYTES else ""
-    console.info(f"{name}: {size / 1e6:.1f} MB in {metrics[f'{name}_compile_seconds']:.1f} s{note}")
-    if f"simulator_{name}_tokens" in metrics:
-        console.info(
-            f"  NPU simulator (not a phone), {metrics[f'simulator_{name}_tokens']} tokens against ONNX Runtime: "
-            f"cosine ≥ {metrics[f'simulator_{name}_min_cosine']:.5f}, "
-            f"max error {metrics[f'simulator_{name}_max_abs_error']:.3f}, "
-            f"argmax agrees {metrics[f'simulator_{name}_argmax_agreement']:.0%}"
-        )
+def _report_check(graph: str, metrics: dict[str, Any]) -> None:
+    measured = {key: metrics[f"simulator_{graph}_{key}"] for key in ("tokens", "min_cosine", "max_abs_error")}
+    console.info(
+        f"{graph} in the NPU simulator (not a phone), {measured['tokens']} tokens against ONNX Runtime: "
+        f"cosine ≥ {measured['min_cosine']:.5f}, max error {measured['max_abs_error']:.3f}, "
+        f"argmax agrees {metrics[f'simulator_{graph}_argmax_agreement']:.0%}"
+    )
 
 
 def _check_config(config: CompileConfig) -> None:
@@ -209,6 +243,18 @@ def _check_config(config: CompileConfig) -> None:
         raise UserError(
             f"verify_steps is {config.verify_steps}", where="--verify-steps", fix="give 0 (no simulator) or more"
         )
+
+
+def _check_sizes(exported: Path, spec: GraphSpec) -> None:
+    """Devices are said to refuse binaries over 2 GB; known before compiling."""
+    for part in spec.decode.parts:
+        size = compiled_bytes(load(exported / part.file))
+        if size > LIMIT_BYTES:
+            raise UserError(
+                f"the graph and its compiled weights take {size / 1e9:.2f} GB; devices are said to take 2 GB a binary",
+                where=exported / part.file,
+                fix=f"export again with --parts {len(spec.decode.parts) * math.ceil(size / LIMIT_BYTES)} or more",
+            )
 
 
 def _check_steps(config: CompileConfig, spec: GraphSpec, shards: TokenShards) -> None:

@@ -8,11 +8,13 @@ native libraries print goes to the log of the parent.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,26 +24,33 @@ import onnx
 import onnxruntime as ort
 import onnxruntime_qnn
 
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, Sessions, cpu_sessions
 from meki_edge import graph_spec
 from meki_edge.files import read_json, write_json
-from meki_edge.graph_spec import GraphSpec
+from meki_edge.graph_spec import Graph, GraphSpec
 from meki_edge.rom.reader import RomReader
 
 PROVIDER = "QNNExecutionProvider"
 ERRORS_ONLY = 3
 
 
-def context_files(graph: str) -> tuple[str, str]:
-    """The names of a compiled graph: its ONNX wrapper and the context binary beside it."""
-    return f"{graph}_ctx.onnx", f"{graph}_qnn.bin"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def session(model: Path, soc_model: int, optimization_level: int, context: Path | None = None) -> ort.InferenceSession:
+def session(
+    model: Path,
+    soc_model: int,
+    optimization_level: int,
+    context: Path | None = None,
+    entries: Mapping[str, str] | None = None,
+) -> ort.InferenceSession:
     """A session of ``model`` on the NPU alone: a node that would fall back to the CPU is an error.
 
     With ``context`` the graph is only prepared, and the binary is written beside that path;
     without, it runs (on this machine: in the simulator that the library carries).
+
+    Args:
+        entries: more of the session's configuration.
     """
     options = ort.SessionOptions()
     options.log_severity_level = ERRORS_ONLY
@@ -49,7 +58,7 @@ def session(model: Path, soc_model: int, optimization_level: int, context: Path 
     provider = {
         "backend_path": onnxruntime_qnn.get_qnn_htp_path(),
         "soc_model": str(soc_model),  # alone: it implies the Hexagon architecture
-        "enable_htp_fp16_precision": "1",
+        "enable_htp_fp16_precision": "1" if computes_in_float(model) else "0",
         "offload_graph_io_quantization": "0",
         "htp_graph_finalization_optimization_mode": str(optimization_level),
     }
@@ -58,34 +67,62 @@ def session(model: Path, soc_model: int, optimization_level: int, context: Path 
         options.add_session_config_entry("ep.context_enable", "1")
         options.add_session_config_entry("ep.context_embed_mode", "0")
         options.add_session_config_entry("ep.context_file_path", os.fspath(context))
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
     devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
     options.add_provider_for_devices(devices, provider)
     return ort.InferenceSession(model, options)
 
 
-def compile_graph(model: Path, out: Path, soc_model: int, optimization_level: int) -> dict[str, Any]:
-    """Compile one ONNX graph into ``out``; return what it took."""
+def computes_in_float(model: Path) -> bool:
+    """Whether a matrix product takes activations that no DequantizeLinear gives."""
+    graph = onnx.load(model, load_external_data=False).graph
+    made_by = {name: node.op_type for node in graph.node for name in node.output}
+    products = [node for node in graph.node if node.op_type in ("MatMul", "Gemm")]
+    return any(made_by.get(node.input[0]) != "DequantizeLinear" for node in products)
+
+
+def compile_graphs(
+    models: Sequence[Path], out: Path, binary: str, soc_model: int, optimization_level: int
+) -> dict[str, Any]:
+    """Compile ONNX graphs into one binary ``{binary}_qnn.bin`` in ``out``; return what it took.
+
+    Several graphs share its weights: what they have in common is in it once.
+    """
     started = time.monotonic()
-    wrapper, binary = context_files(model.stem)
-    work = out / f"{model.stem}.work"
+    work = out / f"{binary}.work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    session(model, soc_model, optimization_level, work / model.name)
-    nodes = onnx.load(work / model.name, load_external_data=False).graph.node
+    sessions, contexts = [], [work / f"{binary}.onnx", *(work / model.name for model in models[1:])]
+    for model, context in zip(models, contexts, strict=True):
+        sharing = {"ep.share_ep_contexts": "1"} if len(models) > 1 else {}
+        if sharing and model == models[-1]:
+            sharing["ep.stop_share_ep_contexts"] = "1"
+        # The first one must live until the last one is there.
+        sessions.append(session(model, soc_model, optimization_level, context, sharing))
+    file = f"{binary}_qnn.bin"
+    versions = {_sdk_version(context, file) for context in contexts}
+    os.replace(work / file, out / file)
+    for model, context in zip(models, contexts, strict=True):
+        os.replace(context, out / f"{model.stem}_ctx.onnx")
+    shutil.rmtree(work)
+    return {
+        "compile_seconds": round(time.monotonic() - started, 2),
+        "compile_peak_rss_bytes": _peak_rss_bytes(),
+        "binary_bytes": (out / file).stat().st_size,
+        "qnn_sdk_version": ", ".join(sorted(versions)),
+    }
+
+
+def _sdk_version(wrapper: Path, binary: str) -> str:
+    """QNN's version, of a wrapper that must hold nothing but a reference to ``binary``."""
+    nodes = onnx.load(wrapper, load_external_data=False).graph.node
     if [node.op_type for node in nodes] != ["EPContext"]:
         outside = ", ".join(sorted({node.op_type for node in nodes} - {"EPContext"})) or "several contexts"
         raise RuntimeError(f"the graph is not one NPU context: {outside} would run elsewhere")
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in nodes[0].attribute}
     assert attributes["ep_cache_context"].decode() == binary, "the wrapper names another binary"
-    os.replace(work / binary, out / binary)
-    os.replace(work / model.name, out / wrapper)
-    shutil.rmtree(work)
-    return {
-        "compile_seconds": round(time.monotonic() - started, 2),
-        "compile_peak_rss_bytes": _peak_rss_bytes(),
-        "binary_bytes": (out / binary).stat().st_size,
-        "qnn_sdk_version": attributes["ep_sdk_version"].decode(),
-    }
+    return attributes["ep_sdk_version"].decode()
 
 
 def simulate(
@@ -104,14 +141,18 @@ def simulate(
         embedding = stack.enter_context(RomReader(exported / spec.embedding.file))
         readers = [stack.enter_context(RomReader(rom)) for rom in roms]
 
-        def run(load: Callable[[str], ort.InferenceSession]) -> tuple[np.ndarray, np.ndarray]:
+        def on_npu(graph: Graph) -> Sessions:
+            wrappers = [compiled / f"{Path(part.file).stem}_ctx.onnx" for part in graph.parts]
+            return [session(wrapper, soc_model, level) for wrapper in wrappers]
+
+        def run(load: Callable[[Graph], Sessions]) -> tuple[np.ndarray, np.ndarray]:
             decoder = OnnxDecoder(spec, embedding, readers)
-            prefill = decoder.prefill(load(spec.prefill.file), prompt)  # one session in memory at a time
-            loaded = load(spec.decode.file)
+            prefill = decoder.prefill(load(spec.prefill), prompt)  # one graph in memory at a time
+            loaded = load(spec.decode)
             return prefill, np.stack([decoder.decode(loaded, token) for token in rest])
 
-        expected = run(lambda file: cpu_session(exported / file))
-        found = run(lambda file: session(compiled / context_files(Path(file).stem)[0], soc_model, level))
+        expected = run(lambda graph: cpu_sessions(exported, graph))
+        found = run(on_npu)
     metrics: dict[str, Any] = {"simulator_seconds": round(time.monotonic() - started, 2)}
     for name, logits, reference in zip(("prefill", "decode"), found, expected, strict=True):
         metrics |= {f"simulator_{name}_{key}": value for key, value in agreement(logits, reference).items()}
@@ -139,6 +180,14 @@ def _peak_rss_bytes() -> int:
     raise AssertionError("the kernel reports no VmHWM")
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent does, even by a signal that cannot be caught (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was too late
+            sys.exit("the process that wanted this is gone")
+
+
 def main(arguments: list[str]) -> int:
     """Run one job; its result is a JSON file, its errors one line."""
     parser = argparse.ArgumentParser(prog="export.qnn_worker")
@@ -149,16 +198,21 @@ def main(arguments: list[str]) -> int:
         job.add_argument("--soc-model", type=int, required=True)
         job.add_argument("--optimization-level", type=int, required=True)
         job.add_argument("--out", type=Path, required=True)
-    jobs.choices["compile"].add_argument("--model", type=Path, required=True)
+        job.add_argument("--parent", type=int, help="the process to end with")
+    jobs.choices["compile"].add_argument("--model", type=Path, nargs="+", required=True)
+    jobs.choices["compile"].add_argument("--binary", help="what to call the binary; by default as the first model")
     jobs.choices["simulate"].add_argument("--exported", type=Path, required=True)
     jobs.choices["simulate"].add_argument("--roms", type=Path, nargs="*", required=True)
     jobs.choices["simulate"].add_argument("--steps", type=int, required=True)
     jobs.choices["simulate"].add_argument("--ids", type=int, nargs="+", required=True)
     given = parser.parse_args(arguments)
+    if given.parent is not None:
+        end_with(given.parent)
     ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
     try:
         if given.job == "compile":
-            result = compile_graph(given.model, given.out, given.soc_model, given.optimization_level)
+            binary = given.binary or given.model[0].stem
+            result = compile_graphs(given.model, given.out, binary, given.soc_model, given.optimization_level)
         else:
             result = simulate(
                 given.exported,

@@ -1,37 +1,33 @@
-"""Tracing: the decoder as an ONNX graph whose inputs and outputs are those of the spec.
+"""Tracing: the decoder as ONNX graphs whose inputs and outputs are those of the spec.
 
 The graph runs the very :class:`~meki_edge.model.decoder.DecoderLayer` that was trained; only the
 attention strategy differs, and of each memory only ``fuse`` is traced: its rows, and the earlier
-inputs that some memories keep, come from the host. Tracing happens on the meta device, so it needs
-the model's shape and none of its data.
+inputs that some memories keep, come from the host. Each part of a graph is traced on its own. Tracing
+happens on the meta device, so it needs the model's shape and none of its data.
 
-Shapes: T num_tokens, C context_length, H num_attention_heads, KV num_key_value_heads, D head_dim.
+Shapes: T num_tokens, C context_length, KV num_key_value_heads, D head_dim.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from meki_edge.graph_spec import SCHEMA, Graph, GraphSpec, RowFile, TensorSpec
+from export.layout import memory_states
+from meki_edge.graph_spec import HIDDEN, Part
 from meki_edge.memory import PaddedRows
 from meki_edge.model.config import ModelConfig
-from meki_edge.model.decoder import CausalLM
-from meki_edge.model.row_spaces import RowSpace, distribute, fetched_shape, row_spaces
-from meki_edge.rom.addressing import Identity, Ragged
+from meki_edge.model.decoder import CausalLM, Rows
+from meki_edge.model.row_spaces import distribute, row_spaces
 
-PREFILL, DECODE = "prefill", "decode"
-EMBEDDING_FILE = "embedding.safetensors"
 OPSET = 23  # the first with RMSNormalization and RotaryEmbedding
-MASK_VALUE = -100.0  # exp of it is zero beside any real score, and float16 and integer ranges survive it
 
 
 class GraphAttention:
@@ -44,13 +40,13 @@ class GraphAttention:
     Args:
         mask: additive, ``[1, 1, T, C + T]``.
         cos, sin: ``[1, T, D/2]``.
-        past_keys: ``[1, KV, D, C]`` a layer, transposed and already rotated.
-        past_values: ``[1, KV, C, D]`` a layer.
+        past_keys: ``[1, KV, D, C]`` by layer, transposed and already rotated, in float32 or float16.
+        past_values: ``[1, KV, C, D]`` by layer, of the same type.
         states: the earlier inputs ``[1, length, dim]`` of memory (layer, number), where it keeps any.
         num_groups: query heads a key/value head.
 
-    ``keys`` ``[1, KV, D, T]``, ``values`` ``[1, KV, T, D]`` and ``state_inputs`` ``[1, T, dim]``
-    collect what each layer and memory adds.
+    ``keys`` ``[1, KV, D, T]``, ``values`` ``[1, KV, T, D]`` (in the past's type) and ``state_inputs``
+    ``[1, T, dim]`` collect what each layer and memory adds.
     """
 
     def __init__(
@@ -58,8 +54,8 @@ class GraphAttention:
         mask: Tensor,
         cos: Tensor,
         sin: Tensor,
-        past_keys: list[Tensor],
-        past_values: list[Tensor],
+        past_keys: Mapping[int, Tensor],
+        past_values: Mapping[int, Tensor],
         states: dict[tuple[int, int], Tensor],
         num_groups: int,
     ) -> None:
@@ -75,9 +71,10 @@ class GraphAttention:
         query = self._rotate(query) * head_dim**-0.5
         key = self._rotate(key).transpose(2, 3)
         value = value.transpose(1, 2)
-        self.keys.append(key)
-        self.values.append(value)
         past_key, past_value = self._past_keys[layer], self._past_values[layer]
+        self.keys.append(key.to(past_key.dtype))
+        self.values.append(value.to(past_value.dtype))
+        past_key, past_value = past_key.to(key.dtype), past_value.to(value.dtype)
         grouped = query.reshape(1, past_key.shape[1], -1, head_dim)  # [1, KV, G·T, D]
         scores = torch.cat((grouped @ past_key, grouped @ key), dim=-1) + self._mask
         past, new = scores.softmax(dim=-1).split((past_key.shape[3], num_tokens), dim=-1)
@@ -95,133 +92,55 @@ class GraphAttention:
         return torch.onnx.ops.rotary_embedding(x.transpose(1, 2), self._cos, self._sin)
 
 
-class _Traced(nn.Module):
-    """The model as a function of the graph's inputs, in the order of the spec."""
+class _TracedPart(nn.Module):
+    """A part as a function of its inputs, in the order of the spec, which also says what belongs to it."""
 
-    def __init__(self, lm: CausalLM, graph: Graph) -> None:
+    def __init__(self, lm: CausalLM, part: Part) -> None:
         super().__init__()
-        self.model, self.lm_head = lm.model, lm.lm_head
-        self._config, self._graph = lm.config, graph
-        self._spaces, self._states = row_spaces(lm.config), _states(lm.config)
+        self._config, self._part = lm.config, part
+        self._layers = [tensor.index for tensor in part.by_role("past_key")]
+        # Under the checkpoint's names, and nothing else: what is here ends up in the graph's weights.
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleDict({str(layer): lm.model.layers[layer] for layer in self._layers})
+        if part.by_role("logits"):
+            self.model.norm, self.lm_head = lm.model.norm, lm.lm_head
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        given = {spec.name: tensor for spec, tensor in zip(self._graph.inputs, inputs, strict=True)}
+        def of(role: str) -> dict[int, Tensor]:
+            """The inputs of that role, by index."""
+            return {spec.index: x for spec, x in zip(self._part.inputs, inputs, strict=True) if spec.role == role}
 
-        def of(role: str) -> list[Tensor]:
-            return [given[spec.name] for spec in self._graph.by_role(role)]
+        (x,) = (of("input_embeds") or of(HIDDEN)).values()
+        kept: list[Tensor] = []
+        if self._layers:
+            attention = self._attention(of)
+            for layer, rows in zip(self._layers, self._rows(of), strict=True):
+                x = self.model.layers[str(layer)](x, attention, rows)
+            kept = [*attention.keys, *attention.values, *attention.state_inputs.values()]
+        return (self.lm_head(self.model.norm(x)) if self._part.by_role("logits") else x), *kept
 
-        (embeds,), (mask,), (cos,), (sin,) = map(of, ("input_embeds", "attention_mask", "position_cos", "position_sin"))
-        states = {(state.layer, state.number): x for state, x in zip(self._states, of("memory_state"), strict=True)}
+    def _attention(self, of: Callable[[str], dict[int, Tensor]]) -> GraphAttention:
+        known = memory_states(self._config)
+        states = {(known[index].layer, known[index].number): x for index, x in of("memory_state").items()}
+        (mask,), (cos,), (sin,) = (of(role).values() for role in ("attention_mask", "position_cos", "position_sin"))
         num_groups = self._config.num_attention_heads // self._config.num_key_value_heads
-        attention = GraphAttention(mask, cos, sin, of("past_key"), of("past_value"), states, num_groups)
-        masks = iter(of("memory_mask"))
-        fetched = [
-            PaddedRows(rows, next(masks)) if space.addressing == Ragged.kind else rows
-            for space, rows in zip(self._spaces, of("memory_rows"), strict=True)
-        ]
-        hidden = self.model(embeds, attention, distribute(self._config, self._spaces, fetched))
-        new_states = (attention.state_inputs[place] for place in states)
-        return self.lm_head(hidden), *attention.keys, *attention.values, *new_states
+        return GraphAttention(mask, cos, sin, of("past_key"), of("past_value"), states, num_groups)
+
+    def _rows(self, of: Callable[[str], dict[int, Tensor]]) -> Rows:
+        """What each memory of each layer gets of the inputs' rows."""
+        spaces, masks = row_spaces(self._config), of("memory_mask")
+        fetched = {
+            index: PaddedRows(rows, masks[index]) if index in masks else rows
+            for index, rows in of("memory_rows").items()
+        }
+        return distribute(self._config, [spaces[i] for i in fetched], [*fetched.values()], self._layers)
 
 
-def graph_spec(
-    model: ModelConfig, *, context_length: int, prefill_tokens: int, eos_token_id: int | None
-) -> GraphSpec:
-    """The contract of both graphs of ``model``."""
-    return GraphSpec(
-        schema=SCHEMA,
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        num_hidden_layers=model.num_hidden_layers,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        rope_theta=model.rope_theta,
-        context_length=context_length,
-        mask_value=MASK_VALUE,
-        eos_token_id=eos_token_id,
-        prefill=_graph(PREFILL, model, context_length, prefill_tokens),
-        decode=_graph(DECODE, model, context_length, 1),
-        embedding=RowFile(file=EMBEDDING_FILE, row_dim=model.hidden_size),
-        roms=tuple(
-            RowFile(
-                file=space.file,
-                row_dim=space.row_dim,
-                addressing=space.addressing,
-                rows_per_token=space.rows_per_token,
-            )
-            for space in row_spaces(model)
-        ),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _State:
-    """The earlier inputs ``[1, length, dim]`` that ``memories[number]`` of decoder ``layer`` keeps."""
-
-    layer: int
-    number: int
-    length: int
-    dim: int
-
-
-def _states(model: ModelConfig) -> list[_State]:
-    """The states of a model's memories, by layer."""
+def trace(model: ModelConfig, part: Part) -> ir.Model:
+    """Trace ``part`` on the meta device: structure and parameter names, no data."""
     with torch.device("meta"):
-        return [
-            _State(layer=layer, number=number, length=memory.state_length, dim=memory.state_dim)
-            for layer in range(model.num_hidden_layers)
-            for number, memory in enumerate(model.build_memories(layer))
-            if memory.state_length
-        ]
-
-
-def _graph(name: str, model: ModelConfig, context: int, num_tokens: int) -> Graph:
-    heads, dim = model.num_key_value_heads, model.head_dim
-    spaces, states = row_spaces(model), _states(model)
-
-    def tensor(role: str, *shape: int) -> TensorSpec:
-        return TensorSpec(name=role, role=role, dtype="float32", shape=shape)
-
-    def numbered(role: str, index: int, *shape: int) -> TensorSpec:
-        return TensorSpec(name=f"{role}_{index}", role=role, dtype="float32", shape=shape, index=index)
-
-    def each_layer(role: str, *shape: int) -> list[TensorSpec]:
-        return [numbered(role, layer, *shape) for layer in range(model.num_hidden_layers)]
-
-    def rows(space: RowSpace) -> list[TensorSpec]:
-        shape = fetched_shape(space, num_tokens)
-        if len(spaces) == 1 and space.addressing == Identity.kind:
-            return [tensor("memory_rows", *shape)]
-        mask = [numbered("memory_mask", space.index, *shape[:-1])] if space.addressing == Ragged.kind else []
-        return [numbered("memory_rows", space.index, *shape), *mask]
-
-    return Graph(
-        file=f"{name}.onnx",
-        num_tokens=num_tokens,
-        inputs=(
-            tensor("input_embeds", 1, num_tokens, model.hidden_size),
-            tensor("attention_mask", 1, 1, num_tokens, context + num_tokens),
-            tensor("position_cos", 1, num_tokens, dim // 2),
-            tensor("position_sin", 1, num_tokens, dim // 2),
-            *(spec for space in spaces for spec in rows(space)),
-            *each_layer("past_key", 1, heads, dim, context),
-            *each_layer("past_value", 1, heads, context, dim),
-            *(numbered("memory_state", i, 1, state.length, state.dim) for i, state in enumerate(states)),
-        ),
-        outputs=(
-            tensor("logits", 1, num_tokens, model.vocab_size),
-            *each_layer("present_key", 1, heads, dim, num_tokens),
-            *each_layer("present_value", 1, heads, num_tokens, dim),
-            *(numbered("present_memory_state", i, 1, num_tokens, state.dim) for i, state in enumerate(states)),
-        ),
-    )
-
-
-def trace(model: ModelConfig, graph: Graph) -> ir.Model:
-    """Trace ``graph`` on the meta device: structure and parameter names, no data."""
-    with torch.device("meta"):
-        module = _Traced(CausalLM(model), graph).eval().requires_grad_(False)
-        inputs = tuple(torch.empty(spec.shape) for spec in graph.inputs)
+        module = _TracedPart(CausalLM(model), part).eval().requires_grad_(False)
+        inputs = tuple(torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in part.inputs)
     with _quiet_exporter():
         program = torch.onnx.export(
             module,
@@ -230,11 +149,11 @@ def trace(model: ModelConfig, graph: Graph) -> ir.Model:
             opset_version=OPSET,
             optimize=False,  # it would read the weights, which are not here
             verbose=False,
-            input_names=[spec.name for spec in graph.inputs],
-            output_names=[spec.name for spec in graph.outputs],
+            input_names=[spec.name for spec in part.inputs],
+            output_names=[spec.name for spec in part.outputs],
         )
     assert program is not None
-    program.model.graph.name = Path(graph.file).stem
+    program.model.graph.name = Path(part.file).stem
     return program.model
 
 

@@ -84,7 +84,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError("the number is too large", where=where, fix="give a smaller number") from None
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(
             f"expected {hint.__name__}, got {value!r}", where=where, fix=f"give a value of type {hint.__name__}"

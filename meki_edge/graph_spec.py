@@ -1,7 +1,10 @@
 """``graph_spec.json``: what every input and output of the exported graphs is.
 
-Export writes it; calibration, compile, pack and the C++ harness read it. Roles say what a tensor
+Export and calibration write it; compile, pack and the C++ harness read it. Roles say what a tensor
 is for, so nobody parses tensor names.
+
+A graph is one ONNX file or several *parts* that run in order: each takes the ``hidden`` output of the
+part before it, and what else its layers need. Prefill and decode are cut at the same layers.
 
 Roles of inputs: ``input_embeds`` ``[1, T, hidden_size]``, ``attention_mask`` ``[1, 1, T, C + T]``
 (additive: 0 or ``mask_value``; the C cache slots first, then the T new tokens), ``position_cos``
@@ -11,51 +14,106 @@ the layer). For ROM file ``roms[index]``, with K rows a token: ``memory_rows`` `
 where the addressing is identity, ``[1, T, K · row_dim]`` where it is ngram_hash, and
 ``[1, T, K, row_dim]`` where it is ragged; then ``memory_mask`` ``[1, T, K]`` is 0 for a token's own
 rows and ``mask_value`` for the others. ``memory_state`` ``[1, length, dim]`` are the last inputs
-that a memory keeps, oldest first, zeros before the text begins.
+that a memory keeps, oldest first, zeros before the text begins. An input that several parts take has one
+name, shape and type in all of them.
 
 Roles of outputs: ``logits`` ``[1, T, vocab_size]``, ``present_key``
 ``[1, num_key_value_heads, head_dim, T]``, ``present_value`` ``[1, num_key_value_heads, T, head_dim]``
 and ``present_memory_state`` ``[1, T, dim]``: the new tokens only. The caller writes keys and values
-into the cache, and shifts the states along by the tokens that were real. T is ``num_tokens``, C is
-``context_length``.
+into the cache, and shifts the states along by the tokens that were real: a past and its present have
+one type and quantization, in both graphs. T is ``num_tokens``, C is ``context_length``.
+
+``hidden`` ``[1, T, hidden_size]`` with index i is an output of part i and an input of part i + 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from meki_edge import config
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "graph_spec.json"
+
+
+HIDDEN = "hidden"
+"""The role of what passes from part to part; the host only carries it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What the integers of a tensor mean: ``real = (q - zero_point) * scale``, one pair for the whole tensor."""
+
+    scale: float
+    zero_point: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One graph input or output. ``dtype`` is ``float32`` or ``float16``; ``index`` as in the roles."""
+    """One graph input or output.
+
+    ``dtype`` is ``float32``, ``float16``, ``uint8``, ``int8``, ``uint16`` or ``int16``; the integer ones
+    have a ``quantization``. ``index`` as in the roles.
+    """
 
     name: str
     role: str
     dtype: str
     shape: tuple[int, ...]
     index: int = 0
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graph:
-    """One ONNX file, by name relative to the spec: ``num_tokens`` tokens a call."""
+class Part:
+    """One ONNX file, by name relative to the spec."""
 
     file: str
-    num_tokens: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     def by_role(self, role: str) -> tuple[TensorSpec, ...]:
         """The inputs and outputs that play ``role``, by ``index``."""
-        found = [tensor for tensor in (*self.inputs, *self.outputs) if tensor.role == role]
-        return tuple(sorted(found, key=lambda tensor: tensor.index))
+        return _by_role((*self.inputs, *self.outputs), role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """``num_tokens`` tokens a call, by ``parts`` that run in order."""
+
+    num_tokens: int
+    parts: tuple[Part, ...]
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What the host feeds, each once."""
+        return _once(tensor for part in self.parts for tensor in part.inputs)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What the host takes."""
+        return _once(tensor for part in self.parts for tensor in part.outputs)
+
+    def by_role(self, role: str) -> tuple[TensorSpec, ...]:
+        """The host's inputs and outputs that play ``role``, by ``index``."""
+        return _by_role((*self.inputs, *self.outputs), role)
+
+
+def _once(tensors: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple({tensor.name: tensor for tensor in tensors if tensor.role != HIDDEN}.values())
+
+
+def _by_role(tensors: tuple[TensorSpec, ...], role: str) -> tuple[TensorSpec, ...]:
+    found = [tensor for tensor in tensors if tensor.role == role]
+    return tuple(sorted(found, key=lambda tensor: tensor.index))
+
+
+def part_suffix(index: int, num_parts: int) -> str:
+    """What the names and roles of a part's files end with: nothing where there is one part only."""
+    return f"_{index}" if num_parts > 1 else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +152,11 @@ class GraphSpec:
     decode: Graph
     embedding: RowFile
     roms: tuple[RowFile, ...]
+
+    @property
+    def graphs(self) -> dict[str, Graph]:
+        """Both graphs by name, as files and roles call them."""
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @classmethod
     def from_json(cls, values: Any, where: str | PathLike[str]) -> GraphSpec:

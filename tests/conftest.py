@@ -46,6 +46,9 @@ MIXED = [
 ]
 
 
+QUICK_CALIBRATION = {"samples": 5, "window_length": 40, "gate_windows": 2, "decode_steps": 3}
+
+
 def tiny_config(memories: list | None = None, **changes: object) -> ModelConfig:
     """A three-layer model; ``memories`` as in ``config.json``."""
     return parse({**TINY, "memories": memories or [], **changes}, "tiny")
@@ -156,6 +159,20 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, tokens_dir: Path) -> tuple[P
 
 
 @pytest.fixture(scope="session")
+def calibrated(
+    tmp_path_factory: pytest.TempPathFactory, mixed: tuple[Path, Path, Path], tokens_dir: Path
+) -> Path:
+    """The mixed model's graphs in w8a16, by the real stage; do not change it."""
+    from calibration.config import CalibrateConfig
+    from calibration.stage import calibrate
+
+    _, folded, exported = mixed
+    out = tmp_path_factory.mktemp("calibrated") / "w8a16"
+    calibrate(exported, folded, tokens_dir, out, CalibrateConfig(**QUICK_CALIBRATION))
+    return out
+
+
+@pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, tuple[Path, Path]]) -> dict[str, Path]:
     """The packed bundles ``dense`` and ``meki``; do not change them."""
     from meki_edge.device.pack import PackConfig, pack
@@ -168,7 +185,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory, exported: dict[str, tuple[
 
 @pytest.fixture(scope="session")
 def binary() -> Path:
-    """The C++ harness, built as `make runner` does; up to date in a moment if nothing changed."""
+    """The C++ harness that MEKI_RUNNER names, or as `make runner` builds it: in a moment if nothing changed."""
+    if built := os.environ.get("MEKI_RUNNER"):
+        return Path(built)
     import nlohmann_json
 
     root = Path(__file__).parents[1]

@@ -23,6 +23,17 @@ def test_a_transformers_config_loads_as_it_is() -> None:
     assert (ours.hidden_size, ours.rope_theta, ours.memories) == (32, 10000.0, ())
 
 
+def test_plain_rope_in_every_spelling() -> None:
+    bare = {key: value for key, value in TINY.items() if key != "rope_theta"}
+    for spelling in (
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5}},
+    ):
+        assert parse({**bare, **spelling}, "config.json").rope_theta == 5e5
+
+
 def test_our_dense_config_loads_in_transformers() -> None:
     theirs = Qwen3Config(**to_json(tiny_config()))
     assert theirs.num_key_value_heads == 2 and theirs.rope_parameters["rope_theta"] == 10000.0
@@ -35,8 +46,16 @@ def test_our_dense_config_loads_in_transformers() -> None:
         ({"hidden_size": "64"}, "expected int, got '64'"),
         ({"hidden_size": True}, "expected int, got True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only 'silu')"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling = {'rope_type': 'yarn'} is not supported (only None)"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters {'rope_type': 'yarn'} is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling asks for the RoPE variant 'yarn', which"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling asks for the RoPE variant 'linear'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters asks for the RoPE variant 'longrope'"),
+        ({"rope_parameters": {"rope_type": ["llama3"]}}, "rope_parameters asks for the RoPE variant ['llama3']"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters asks for another"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters asks for another RoPE than the"),
+        ({"rope_scaling": 4.0}, "rope_scaling asks for another RoPE than the plain one, which is not supported: 4.0"),
+        ({"rope_parameters": {"rope_theta": "far"}}, "expected float, got 'far'"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"partial_rotary_factor": 0.5}, "unknown key 'partial_rotary_factor'"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"hidden_size": -4}, "hidden_size is -4"),
         ({"memory_form": "rome"}, "memory_form is 'rome'"),

@@ -8,15 +8,15 @@
 
 namespace meki {
 
-// A loaded graph. Its inputs and outputs stay bound to the caller's memory from run to run, so that a
+// A loaded part of a graph. Its inputs and outputs stay bound to the caller's memory from run to run, so that a
 // step neither copies nor allocates tensors.
 class Graph {
 public:
     virtual ~Graph() = default;
 
-    // Binds an input or output to `data`, which must hold its elements and outlive the graph's runs.
-    virtual void bind_input(const TensorSpec& tensor, float* data) = 0;
-    virtual void bind_output(const TensorSpec& tensor, float* data) = 0;
+    // Binds an input or output to `data`, which must hold its elements, in its type, and outlive the graph's runs.
+    virtual void bind_input(const TensorSpec& tensor, void* data) = 0;
+    virtual void bind_output(const TensorSpec& tensor, void* data) = 0;
     virtual void run() = 0;
 };
 
@@ -25,8 +25,8 @@ public:
     virtual ~Backend() = default;
 
     virtual std::string name() const = 0;
-    // Throws Error if the graph cannot be loaded.
-    virtual std::unique_ptr<Graph> load(const std::string& path) = 0;
+    // A part of one of the graphs of a bundle directory. Throws Error if it cannot be loaded.
+    virtual std::unique_ptr<Graph> load(const std::string& bundle, const PartFile& part) = 0;
 };
 
 }  // namespace meki

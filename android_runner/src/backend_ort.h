@@ -14,7 +14,7 @@ public:
     explicit OrtCpuBackend(int threads);
 
     std::string name() const override { return "cpu"; }
-    std::unique_ptr<Graph> load(const std::string& path) override;
+    std::unique_ptr<Graph> load(const std::string& bundle, const PartFile& part) override;
 
 private:
     Ort::Env env_;

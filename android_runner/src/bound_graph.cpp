@@ -1,58 +1,100 @@
 #include "bound_graph.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 #include <utility>
 
 namespace meki {
 
-BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::unique_ptr<Graph> graph, KvCache& cache,
-                       MemoryStates& states)
+namespace {
+
+TensorData memory_for(const TensorSpec& tensor) { return {tensor.type, tensor.num_elements()}; }
+
+HostInput host_input(const GraphFile& file, const char* role) {
+    const TensorSpec& tensor = file.input(role);
+    return {tensor.type, tensor.num_elements()};
+}
+
+std::vector<TensorData> memory_for_all(const GraphFile& file, const char* role, std::size_t count) {
+    std::vector<TensorData> memory;
+    for (std::size_t index = 0; index < count; ++index) {
+        memory.push_back(memory_for(file.output(role, index)));
+    }
+    return memory;
+}
+
+// The ROM files that each part is the first to take.
+std::vector<std::vector<std::size_t>> find_new_roms(const GraphFile& file, std::size_t num_roms) {
+    std::vector<std::vector<std::size_t>> found(file.parts.size());
+    for (std::size_t rom = 0; rom < num_roms; ++rom) {
+        const auto takes = [rom](const PartFile& part) {
+            return std::any_of(part.inputs.begin(), part.inputs.end(), [rom](const TensorSpec& tensor) {
+                return tensor.role == "memory_rows" && tensor.index == rom;
+            });
+        };
+        const auto first = std::find_if(file.parts.begin(), file.parts.end(), takes);
+        found[static_cast<std::size_t>(first - file.parts.begin())].push_back(rom);
+    }
+    return found;
+}
+
+}  // namespace
+
+BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::vector<std::unique_ptr<Graph>> parts,
+                       KvCache& cache, MemoryStates& states)
     : spec_(spec),
       file_(file),
       num_tokens_(file.num_tokens),
       cache_(cache),
       states_(states),
-      embeds_(file.input("input_embeds").num_elements()),
-      mask_(file.input("attention_mask").num_elements()),
-      cos_(file.input("position_cos").num_elements()),
-      sin_(file.input("position_sin").num_elements()),
-      logits_(file.output("logits").num_elements()),
-      graph_(std::move(graph)) {
+      new_roms_(find_new_roms(file, spec.roms.size())),
+      embeds_(host_input(file, "input_embeds")),
+      mask_(host_input(file, "attention_mask")),
+      cos_(host_input(file, "position_cos")),
+      sin_(host_input(file, "position_sin")),
+      logits_(memory_for(file.output("logits"))),
+      token_logits_(logits_.type() == ElementType() ? 0 : spec.vocab_size),
+      hidden_(memory_for_all(file, "hidden", file.parts.size() - 1)),
+      present_keys_(memory_for_all(file, "present_key", spec.num_hidden_layers)),
+      present_values_(memory_for_all(file, "present_value", spec.num_hidden_layers)),
+      present_states_(memory_for_all(file, "present_memory_state", spec.memory_states.size())),
+      parts_(std::move(parts)) {
     for (std::size_t j = 0; j < spec.head_dim / 2; ++j) {
         const double exponent = -2.0 * static_cast<double>(j) / static_cast<double>(spec.head_dim);
         frequencies_.push_back(std::pow(spec.rope_theta, exponent));
     }
-    graph_->bind_input(file.input("input_embeds"), embeds_.data());
-    graph_->bind_input(file.input("attention_mask"), mask_.data());
-    graph_->bind_input(file.input("position_cos"), cos_.data());
-    graph_->bind_input(file.input("position_sin"), sin_.data());
-    graph_->bind_output(file.output("logits"), logits_.data());
     for (std::vector<RowTensor>& slot : rows_) {
-        for (const RowFile& rom : spec.roms) {
-            slot.emplace_back(RowTensor::Shape{num_tokens_, rom.rows_per_token, rom.row_dim}, spec.mask_value);
+        for (std::size_t rom = 0; rom < spec.roms.size(); ++rom) {
+            const RowFile& rows = spec.roms[rom];
+            slot.emplace_back(RowTensor::Shape{num_tokens_, rows.rows_per_token, rows.row_dim}, spec.mask_value,
+                              file.input("memory_rows", rom).type,
+                              rows.masked() ? file.input("memory_mask", rom).type : ElementType());
         }
     }
-    use_row_slot(0);
-    for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-        graph_->bind_input(file.input("past_key", layer), cache.keys(layer));
-        graph_->bind_input(file.input("past_value", layer), cache.values(layer));
-        const TensorSpec& key = file.output("present_key", layer);
-        const TensorSpec& value = file.output("present_value", layer);
-        graph_->bind_output(key, present_keys_.emplace_back(key.num_elements()).data());
-        graph_->bind_output(value, present_values_.emplace_back(value.num_elements()).data());
-    }
-    for (std::size_t index = 0; index < spec.memory_states.size(); ++index) {
-        graph_->bind_input(file.input("memory_state", index), states.state(index));
-        const TensorSpec& present = file.output("present_memory_state", index);
-        graph_->bind_output(present, present_states_.emplace_back(present.num_elements()).data());
+    for (std::size_t part = 0; part < parts_.size(); ++part) {
+        for (const TensorSpec& tensor : file.parts[part].inputs) {
+            parts_[part]->bind_input(tensor, memory(tensor));
+        }
+        for (const TensorSpec& tensor : file.parts[part].outputs) {
+            parts_[part]->bind_output(tensor, memory(tensor));
+        }
     }
 }
 
-void BoundGraph::set_position(std::size_t position) {
+const float* BoundGraph::logits(std::size_t token) {
+    void* const logits = logits_.at(token * spec_.vocab_size);
+    if (token_logits_.size() == 0) {
+        return static_cast<const float*>(logits);
+    }
+    decode(logits_.type(), logits, spec_.vocab_size, token_logits_.data());
+    return token_logits_.data();
+}
+
+void BoundGraph::set_inputs(std::size_t position) {
     const std::size_t context = spec_.context_length;
     for (std::size_t token = 0; token < num_tokens_; ++token) {
-        float* mask = mask_.data() + token * (context + num_tokens_);
+        float* mask = mask_.values() + token * (context + num_tokens_);
         std::fill(mask, mask + position, 0.0f);
         std::fill(mask + position, mask + context, spec_.mask_value);
         std::fill(mask + context, mask + context + token + 1, 0.0f);
@@ -61,9 +103,12 @@ void BoundGraph::set_position(std::size_t position) {
         const std::size_t half = frequencies_.size();
         for (std::size_t j = 0; j < half; ++j) {
             const double angle = static_cast<double>(position + token) * frequencies_[j];
-            cos_.data()[token * half + j] = static_cast<float>(std::cos(angle));
-            sin_.data()[token * half + j] = static_cast<float>(std::sin(angle));
+            cos_.values()[token * half + j] = static_cast<float>(std::cos(angle));
+            sin_.values()[token * half + j] = static_cast<float>(std::sin(angle));
         }
+    }
+    for (const HostInput* input : {&embeds_, &mask_, &cos_, &sin_}) {
+        input->encode();
     }
 }
 
@@ -72,10 +117,11 @@ void BoundGraph::use_row_slot(std::size_t slot) {
         return;
     }
     row_slot_ = slot;
-    for (std::size_t rom = 0; rom < spec_.roms.size(); ++rom) {
-        graph_->bind_input(file_.input("memory_rows", rom), rows(rom, slot).rows());
-        if (spec_.roms[rom].masked()) {
-            graph_->bind_input(file_.input("memory_mask", rom), rows(rom, slot).mask());
+    for (std::size_t part = 0; part < parts_.size(); ++part) {
+        for (const TensorSpec& tensor : file_.parts[part].inputs) {
+            if (tensor.role == "memory_rows" || tensor.role == "memory_mask") {
+                parts_[part]->bind_input(tensor, memory(tensor));
+            }
         }
     }
 }
@@ -87,6 +133,51 @@ void BoundGraph::write_back(std::size_t count, std::size_t position) {
     for (std::size_t index = 0; index < present_states_.size(); ++index) {
         states_.shift(index, present_states_[index].data(), count);
     }
+}
+
+void* BoundGraph::memory(const TensorSpec& tensor) {
+    const std::string& role = tensor.role;
+    if (role == "input_embeds") {
+        return embeds_.data();
+    }
+    if (role == "attention_mask") {
+        return mask_.data();
+    }
+    if (role == "position_cos") {
+        return cos_.data();
+    }
+    if (role == "position_sin") {
+        return sin_.data();
+    }
+    if (role == "hidden") {
+        return hidden_[tensor.index].data();
+    }
+    if (role == "memory_rows") {
+        return rows(tensor.index, row_slot_).rows();
+    }
+    if (role == "memory_mask") {
+        return rows(tensor.index, row_slot_).mask();
+    }
+    if (role == "past_key") {
+        return cache_.keys(tensor.index);
+    }
+    if (role == "past_value") {
+        return cache_.values(tensor.index);
+    }
+    if (role == "memory_state") {
+        return states_.state(tensor.index);
+    }
+    if (role == "present_key") {
+        return present_keys_[tensor.index].data();
+    }
+    if (role == "present_value") {
+        return present_values_[tensor.index].data();
+    }
+    if (role == "present_memory_state") {
+        return present_states_[tensor.index].data();
+    }
+    assert(role == "logits");  // read_graph_spec knows no other
+    return logits_.data();
 }
 
 }  // namespace meki

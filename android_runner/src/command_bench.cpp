@@ -1,7 +1,8 @@
 #include <algorithm>
+#include <memory>
 #include <string>
 
-#include "backend_ort.h"
+#include "backends.h"
 #include "clock.h"
 #include "commands.h"
 #include "cores.h"
@@ -104,14 +105,15 @@ void bench(const BenchOptions& options) {
     OutputFile output(run.output);
     const std::string ort_version = load_ort(run.ort_library);
     const std::vector<int> cores = run_on(run.big_cores ? big_cores(cpu_directory) : std::vector<int>());
-    OrtCpuBackend backend(run.threads);
+    const std::unique_ptr<Backend> backend = make_backend(run.threads, run.qnn);
     const bool with_prefill = options.prompt_tokens > 1 || options.depth > 1;
-    Generator generator(run.bundle, backend, {run.io, run.row_cache_bytes}, with_prefill);
+    Generator generator(run.bundle, *backend, {run.io, run.row_cache_bytes, run.verify_rows}, with_prefill);
     check_lengths(options, trace.size(), generator.spec().context_length);
     const std::uint64_t load_us = now_us();
 
     Bench bench(options, trace, generator);
     bench.warm_up();
+    const Resident resident = resident_now();
     std::vector<Test> tests;
     Ids sampled;
     if (options.prompt_tokens > 0) {
@@ -120,9 +122,10 @@ void bench(const BenchOptions& options) {
     if (options.generate_tokens > 0) {
         tests.push_back(bench.decode(sampled));
     }
-    output.commit(to_json(Report{"bench", backend.name(), ort_version, run.threads, cores, name_of(run.io),
-                                 run.drop_page_cache, run.row_cache_bytes, load_us, generator.rom_bytes_per_token(),
-                                 std::move(tests), bench.prompt(), std::move(sampled)}));
+    output.commit(to_json(Report{"bench", backend->name(), ort_version, run.threads, cores, name_of(run.io),
+                                 run.drop_page_cache, run.row_cache_bytes, load_us, resident,
+                                 generator.rom_bytes_per_token(), std::move(tests), bench.prompt(),
+                                 std::move(sampled)}));
 }
 
 }  // namespace meki

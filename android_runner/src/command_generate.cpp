@@ -1,7 +1,8 @@
+#include <memory>
 #include <string>
 #include <unistd.h>
 
-#include "backend_ort.h"
+#include "backends.h"
 #include "clock.h"
 #include "commands.h"
 #include "cores.h"
@@ -15,9 +16,16 @@ namespace meki {
 
 namespace {
 
-void print_id(std::uint32_t id) {
+// Standard output for the ids alone: what libraries print there (QNN's do) goes to standard error from now on.
+int take_stdout() {
+    const int descriptor = ::dup(STDOUT_FILENO);
+    ::dup2(STDERR_FILENO, STDOUT_FILENO);
+    return descriptor;
+}
+
+void print_id(int descriptor, std::uint32_t id) {
     const std::string line = std::to_string(id) + "\n";
-    write_all(STDOUT_FILENO, line.data(), line.size(), "stdout");
+    write_all(descriptor, line.data(), line.size(), "stdout");
 }
 
 }  // namespace
@@ -26,10 +34,11 @@ void generate(const GenerateOptions& options) {
     const RunOptions& run = options.run;
     const std::vector<std::uint32_t> prompt = read_ids(options.prompt_file);
     OutputFile output(run.output);
+    const int ids = options.stream ? take_stdout() : -1;
     const std::string ort_version = load_ort(run.ort_library);
     const std::vector<int> cores = run_on(run.big_cores ? big_cores(cpu_directory) : std::vector<int>());
-    OrtCpuBackend backend(run.threads);
-    Generator generator(run.bundle, backend, {run.io, run.row_cache_bytes}, prompt.size() > 1);
+    const std::unique_ptr<Backend> backend = make_backend(run.threads, run.qnn);
+    Generator generator(run.bundle, *backend, {run.io, run.row_cache_bytes, run.verify_rows}, prompt.size() > 1);
     const std::size_t context = generator.spec().context_length;
     if (prompt.size() > context || options.max_new_tokens - 1 > context - prompt.size()) {
         throw Error("a prompt of " + std::to_string(prompt.size()) + " tokens and " +
@@ -44,6 +53,7 @@ void generate(const GenerateOptions& options) {
     std::vector<std::uint32_t> generated;
     generated.reserve(options.max_new_tokens);
     const std::uint64_t load_us = now_us();
+    const Resident resident = resident_now();
     if (run.drop_page_cache) {
         generator.drop_page_cache();
     }
@@ -55,7 +65,7 @@ void generate(const GenerateOptions& options) {
         test->steps.back().end_us = now_us();
         generated.push_back(id);
         if (options.stream) {
-            print_id(id);
+            print_id(ids, id);
         }
         if (generated.size() == options.max_new_tokens || options.stop_tokens.count(id) != 0) {
             break;
@@ -64,8 +74,9 @@ void generate(const GenerateOptions& options) {
         generator.decode(id, test->steps);
     }
 
-    output.commit(to_json(Report{"generate", backend.name(), ort_version, run.threads, cores, name_of(run.io),
-                                 run.drop_page_cache, run.row_cache_bytes, load_us, generator.rom_bytes_per_token(),
+    output.commit(to_json(Report{"generate", backend->name(), ort_version, run.threads, cores, name_of(run.io),
+                                 run.drop_page_cache, run.row_cache_bytes, load_us, resident,
+                                 generator.rom_bytes_per_token(),
                                  {std::move(prompt_test), std::move(generate_test)}, prompt, std::move(generated)}));
 }
 

@@ -3,9 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 
+#include "backend_qnn.h"
 #include "row_reader.h"
 #include "sampler.h"
 
@@ -15,11 +17,13 @@ namespace meki {
 struct RunOptions {
     std::string bundle;
     std::string ort_library;
+    std::optional<QnnLibraries> qnn;  // run the NPU binaries, not the graphs on the CPU
     int threads;
     bool big_cores;  // only those, where a phone's cores differ
     IoMode io;
     bool drop_page_cache;
     std::uint64_t row_cache_bytes;
+    bool verify_rows;  // of the ROM files, by their checksums
     std::string output;
 };
 
@@ -45,6 +49,13 @@ struct RowsOptions {
     std::string rom;
     std::string ids_file;
     IoMode io;
+    bool verify_rows;  // by their checksums
+};
+
+struct FetchOptions {
+    RowsOptions rows;
+    std::size_t batch;  // tokens fetched at once; 0: all
+    std::uint64_t row_cache_bytes;
 };
 
 // Continues a prompt.
@@ -55,11 +66,13 @@ void generate(const GenerateOptions& options);
 // not timed, and feeds the next `prompt_tokens` or `generate_tokens` ones.
 void bench(const BenchOptions& options);
 
-// Writes dequantized rows to stdout, by row id: little-endian float32.
-void rows(const RowsOptions& options);
+// Writes dequantized rows to stdout, by row id: little-endian float32; or their integers as they are stored,
+// where the codec is static.
+void rows(const RowsOptions& options, bool raw);
 
 // Writes to stdout what each token of a text needs: the numbers of rows, int64 [T], then the dequantized
-// rows, float32 [T, rows_per_token, row_dim] with zeros for those that a token does not have.
-void fetch(const RowsOptions& options);
+// rows, float32 [T, rows_per_token, row_dim] with zeros for those that a token does not have. With a batch
+// of T tokens that comes once a batch, the next being fetched meanwhile.
+void fetch(const FetchOptions& options);
 
 }  // namespace meki

@@ -49,7 +49,11 @@ Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& i
       states_(spec_) {
     sequence_.reserve(spec_.context_length);
     const auto load = [&](const GraphFile& file) {
-        return std::make_unique<BoundGraph>(spec_, file, backend.load(bundle + "/" + file.file), cache_, states_);
+        std::vector<std::unique_ptr<Graph>> parts;
+        for (const PartFile& part : file.parts) {
+            parts.push_back(backend.load(bundle, part));
+        }
+        return std::make_unique<BoundGraph>(spec_, file, std::move(parts), cache_, states_);
     };
     decode_ = load(spec_.decode);
     if (with_prefill) {
@@ -67,7 +71,7 @@ Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& i
     for (RomFile& rom : roms) {
         const double share = static_cast<double>(bytes_per_token(rom)) / static_cast<double>(total_bytes);
         const auto cache_bytes = static_cast<std::uint64_t>(std::ceil(static_cast<double>(io.cache_bytes) * share));
-        std::unique_ptr<RowReader> reader = open_reader(std::move(rom), io.mode, cache_bytes);
+        std::unique_ptr<RowReader> reader = open_reader(std::move(rom), io.mode, cache_bytes, io.verify);
         fetchers_.push_back(std::make_unique<RowFetcher>(std::move(reader), spec_.prefill.num_tokens));
     }
 }
@@ -166,19 +170,23 @@ void Generator::run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step
     }
     // Padding tokens come after the real ones, which therefore never see them.
     std::fill(graph.embeds() + chunk.count * hidden_size, graph.embeds() + graph.num_tokens() * hidden_size, 0.0f);
-    graph.set_position(length_);
+    graph.set_inputs(length_);
     graph.use_row_slot(chunk.row_slot);
     FetchStats fetched;
-    for (const auto& fetcher : fetchers_) {
-        fetched += fetcher->wait();
+    std::uint64_t run_us = 0;
+    for (std::size_t part = 0; part < graph.num_parts(); ++part) {
+        for (const std::size_t rom : graph.new_roms(part)) {
+            fetched += fetchers_[rom]->wait();
+        }
+        const std::uint64_t run_start_us = now_us();
+        graph.run(part);
+        run_us += now_us() - run_start_us;
     }
-    const std::uint64_t run_start_us = now_us();
-    graph.run();
     const std::uint64_t end_us = now_us();
     pending_ = Pending{&graph, chunk.count, length_};
     length_ += chunk.count;
     logits_ = graph.logits(chunk.count - 1);
-    steps.push_back({chunk.count, start_us, end_us, end_us - run_start_us, fetched});
+    steps.push_back({chunk.count, start_us, end_us, run_us, fetched});
 }
 
 void Generator::write_back() {

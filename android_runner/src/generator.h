@@ -2,7 +2,7 @@
 //
 // A step submits its tokens to the reader threads first (one a ROM file), then does what needs no rows
 // — writes the last step's keys, values and states where they are kept, copies the embeddings, fills
-// mask and angles — and only then waits for the rows and runs the graph.
+// mask and angles, runs the graph's parts up to the first that takes rows — and only then waits for them.
 #pragma once
 
 #include <cstddef>
@@ -28,6 +28,8 @@ struct RowIo {
     IoMode mode;
     // Memory for rows that are wanted again, shared by the files as their bytes a token are.
     std::uint64_t cache_bytes;
+    // Compare each with its checksum.
+    bool verify;
 };
 
 class Generator {

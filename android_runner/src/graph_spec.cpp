@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <set>
+#include <utility>
 
 #include "address.h"
 #include "file.h"
@@ -11,6 +16,7 @@ namespace meki {
 
 namespace {
 
+constexpr std::int64_t schema = 2;
 constexpr std::uint64_t max_bytes = 64 << 20;
 constexpr std::uint64_t max_elements = std::uint64_t{1} << 36;  // of a tensor
 constexpr std::uint64_t max_size = std::uint64_t{1} << 31;      // of an axis
@@ -24,12 +30,38 @@ std::size_t size_at(const JsonObject& object, const char* key) {
     return static_cast<std::size_t>(value);
 }
 
-TensorSpec parse_tensor(const JsonObject& object) {
-    object.allow_only({"name", "role", "dtype", "shape", "index"});
-    if (object.text("dtype") != "float32") {
-        object.fail("dtype is '" + object.text("dtype") + "': this harness runs graphs with float32 tensors");
+ElementType parse_type(const JsonObject& object) {
+    static const std::map<std::string, DType> dtypes = {{"float32", DType::float32}, {"float16", DType::float16},
+                                                        {"uint8", DType::uint8},     {"int8", DType::int8},
+                                                        {"uint16", DType::uint16},   {"int16", DType::int16}};
+    const auto dtype = dtypes.find(object.text("dtype"));
+    if (dtype == dtypes.end()) {
+        object.fail("dtype is '" + object.text("dtype") + "', not one that this harness knows");
     }
-    TensorSpec tensor{object.text("name"), object.text("role"), {}, 0};
+    const bool is_float = dtype->second == DType::float32 || dtype->second == DType::float16;
+    const bool is_quantized = object.has("quantization") && !object.at("quantization").is_null();
+    if (is_float == is_quantized) {
+        object.fail(is_float ? "floats have no 'quantization'" : "integers need a 'quantization'");
+    }
+    if (is_float) {
+        return {dtype->second, {}};
+    }
+    const JsonObject given = object.object("quantization");
+    given.allow_only({"scale", "zero_point"});
+    const auto scale = static_cast<float>(given.number("scale"));
+    if (!(scale > 0 && scale < std::numeric_limits<float>::infinity())) {
+        given.fail("'scale' is not a positive number");
+    }
+    const std::int64_t zero_point = given.integer("zero_point");
+    if (std::abs(zero_point) > UINT16_MAX) {
+        given.fail("'zero_point' is " + std::to_string(zero_point) + ", more than 16 bits hold");
+    }
+    return {dtype->second, Quantization{scale, static_cast<std::int32_t>(zero_point)}};
+}
+
+TensorSpec parse_tensor(const JsonObject& object) {
+    object.allow_only({"name", "role", "dtype", "shape", "index", "quantization"});
+    TensorSpec tensor{object.text("name"), object.text("role"), parse_type(object), {}, 0};
     std::uint64_t num_elements = 1;
     for (const Json& size : object.list("shape")) {
         if (!size.is_number_unsigned() || size.get<std::uint64_t>() > max_elements / num_elements) {
@@ -44,19 +76,25 @@ TensorSpec parse_tensor(const JsonObject& object) {
     return tensor;
 }
 
-std::vector<TensorSpec> parse_tensors(const JsonObject& graph, const char* key) {
+std::vector<TensorSpec> parse_tensors(const JsonObject& part, const char* key) {
     std::vector<TensorSpec> tensors;
-    for (const Json& value : graph.list(key)) {
-        const std::string where = graph.where() + "." + key + "[" + std::to_string(tensors.size()) + "]";
-        tensors.push_back(parse_tensor({value, where, graph.fix()}));
+    for (const Json& value : part.list(key)) {
+        const std::string where = part.where() + "." + key + "[" + std::to_string(tensors.size()) + "]";
+        tensors.push_back(parse_tensor({value, where, part.fix()}));
     }
     return tensors;
 }
 
 GraphFile parse_graph(const JsonObject& object) {
-    object.allow_only({"file", "num_tokens", "inputs", "outputs"});
-    return {object.text("file"), size_at(object, "num_tokens"), parse_tensors(object, "inputs"),
-            parse_tensors(object, "outputs")};
+    object.allow_only({"num_tokens", "parts"});
+    GraphFile graph{size_at(object, "num_tokens"), {}};
+    for (const Json& value : object.list("parts")) {
+        const JsonObject part(value, object.where() + ".parts[" + std::to_string(graph.parts.size()) + "]",
+                              object.fix());
+        part.allow_only({"file", "inputs", "outputs"});
+        graph.parts.push_back({part.text("file"), parse_tensors(part, "inputs"), parse_tensors(part, "outputs")});
+    }
+    return graph;
 }
 
 RowFile parse_row_file(const JsonObject& object) {
@@ -72,7 +110,13 @@ RowFile parse_row_file(const JsonObject& object) {
 
 using Shape = std::vector<std::int64_t>;
 
+constexpr const char* hidden = "hidden";  // what passes from part to part
+
 std::string quote(const Shape& shape) { return Json(shape).dump(); }
+
+std::string label(const char* kind, const std::string& role, std::size_t index) {
+    return std::string(kind) + " " + role + "[" + std::to_string(index) + "]";
+}
 
 const TensorSpec* find(const std::vector<TensorSpec>& tensors, const std::string& role, std::size_t index) {
     for (const TensorSpec& tensor : tensors) {
@@ -83,32 +127,65 @@ const TensorSpec* find(const std::vector<TensorSpec>& tensors, const std::string
     return nullptr;
 }
 
-// Exactly the expected (role, index) pairs, each with its shape.
+using Tensors = std::vector<TensorSpec> PartFile::*;  // the inputs or the outputs
+
+const TensorSpec* find(const GraphFile& graph, Tensors tensors, const std::string& role, std::size_t index) {
+    for (const PartFile& part : graph.parts) {
+        if (const TensorSpec* found = find(part.*tensors, role, index)) {
+            return found;
+        }
+    }
+    return nullptr;
+}
+
+// The tensors that the host feeds or takes. Parts may share an input, if it is the same; an output has one origin.
+std::size_t count_tensors(const GraphFile& graph, Tensors tensors, const JsonObject& object, const char* kind) {
+    std::set<std::pair<std::string, std::size_t>> distinct;
+    for (const PartFile& part : graph.parts) {
+        std::set<std::pair<std::string, std::size_t>> own;
+        for (const TensorSpec& tensor : part.*tensors) {
+            const TensorSpec& first = *find(graph, tensors, tensor.role, tensor.index);
+            if (tensor.shape != first.shape || tensor.type != first.type) {
+                object.fail("the " + label(kind, tensor.role, tensor.index) + " is not the same in all parts");
+            }
+            const bool is_new = own.emplace(tensor.role, tensor.index).second;
+            if (tensor.role == hidden) {
+                continue;  // `check_chain` looks at it
+            }
+            if (!is_new || (!distinct.emplace(tensor.role, tensor.index).second && tensors == &PartFile::outputs)) {
+                object.fail("the " + label(kind, tensor.role, tensor.index) + " is there twice");
+            }
+        }
+    }
+    return distinct.size();
+}
+
+void check_count(const GraphFile& graph, Tensors tensors, std::size_t expected, const JsonObject& object,
+                 const char* kind) {
+    const std::size_t found = count_tensors(graph, tensors, object, kind);
+    if (found != expected) {
+        object.fail("there are " + std::to_string(found) + " " + kind + "s, expected " + std::to_string(expected));
+    }
+}
+
+// A tensor by its role and index, and the shape that it must have.
 struct Expected {
     const char* role;
     std::size_t index;
     Shape shape;
 };
 
-void check_tensors(const std::vector<TensorSpec>& tensors, const std::vector<Expected>& expected,
-                   const JsonObject& graph, const char* kind) {
+void check_shapes(const GraphFile& graph, Tensors tensors, const std::vector<Expected>& expected,
+                  const JsonObject& object, const char* kind) {
     for (const Expected& entry : expected) {
-        const std::string label = std::string(kind) + " " + entry.role + "[" + std::to_string(entry.index) + "]";
-        const TensorSpec* tensor = find(tensors, entry.role, entry.index);
+        const TensorSpec* tensor = find(graph, tensors, entry.role, entry.index);
         if (tensor == nullptr) {
-            graph.fail("the " + label + " is missing");
+            object.fail("the " + label(kind, entry.role, entry.index) + " is missing");
         }
         if (tensor->shape != entry.shape) {
-            graph.fail("the " + label + " has shape " + quote(tensor->shape) + ", expected " + quote(entry.shape));
+            object.fail("the " + label(kind, entry.role, entry.index) + " has shape " + quote(tensor->shape) +
+                        ", expected " + quote(entry.shape));
         }
-    }
-}
-
-void check_count(const std::vector<TensorSpec>& tensors, std::size_t expected, const JsonObject& graph,
-                 const char* kind) {
-    if (tensors.size() != expected) {
-        graph.fail("there are " + std::to_string(tensors.size()) + " " + kind + "s, expected " +
-                   std::to_string(expected));
     }
 }
 
@@ -125,15 +202,58 @@ Shape rows_shape(const RowFile& rom, std::int64_t tokens) {
 // The states of the memories, as `graph` lists them; `check` compares both graphs with them.
 std::vector<StateShape> find_states(const GraphFile& graph, const JsonObject& object) {
     std::vector<StateShape> states;
-    for (const TensorSpec* tensor; (tensor = find(graph.inputs, "memory_state", states.size())) != nullptr;) {
+    for (const TensorSpec* tensor;
+         (tensor = find(graph, &PartFile::inputs, "memory_state", states.size())) != nullptr;) {
         const Shape& shape = tensor->shape;
         if (shape.size() != 3 || shape[0] != 1 || shape[1] < 1 || shape[2] < 1) {
             object.fail("the input memory_state[" + std::to_string(states.size()) + "] has shape " + quote(shape) +
                         ", expected [1, length, dim]");
         }
-        states.push_back({static_cast<std::size_t>(shape[1]), static_cast<std::size_t>(shape[2])});
+        states.push_back({static_cast<std::size_t>(shape[1]), static_cast<std::size_t>(shape[2]), tensor->type});
     }
     return states;
+}
+
+// Part after part: the first takes no `hidden`, each other the one that the part before it gives.
+void check_chain(const GraphSpec& spec, const GraphFile& graph, const JsonObject& object) {
+    const Shape shape = {1, size(graph.num_tokens), size(spec.hidden_size)};
+    const auto check = [&](const PartFile& part, Tensors tensors, const char* kind, bool wanted, std::size_t index) {
+        const auto is_hidden = [](const TensorSpec& tensor) { return tensor.role == hidden; };
+        const auto count = std::count_if((part.*tensors).begin(), (part.*tensors).end(), is_hidden);
+        const TensorSpec* found = find(part.*tensors, hidden, index);
+        if (count != (wanted ? 1 : 0) || (wanted && (found == nullptr || found->shape != shape))) {
+            const std::string asked = wanted ? "exactly the " + label(kind, hidden, index) + " " + quote(shape)
+                                             : std::string("no ") + kind + " " + hidden;
+            object.fail(part.file + " must have " + asked);
+        }
+        return found;
+    };
+    for (std::size_t i = 0; i < graph.parts.size(); ++i) {
+        const TensorSpec* taken = check(graph.parts[i], &PartFile::inputs, "input", i > 0, i - 1);
+        check(graph.parts[i], &PartFile::outputs, "output", i + 1 < graph.parts.size(), i);
+        if (taken != nullptr && find(graph.parts[i - 1].outputs, hidden, i - 1)->type != taken->type) {
+            object.fail(graph.parts[i].file + " takes another type of hidden than the part before it gives");
+        }
+    }
+}
+
+// What is kept has one type in both graphs, coming and going.
+void check_kept(const GraphSpec& spec, const JsonObject& root) {
+    const auto check = [&](const char* past, const char* present, std::size_t index) {
+        const ElementType& type = spec.decode.input(past, index).type;
+        for (const GraphFile* graph : {&spec.prefill, &spec.decode}) {
+            if (graph->input(past, index).type != type || graph->output(present, index).type != type) {
+                root.fail("the " + label("input", past, index) + " and what goes into it are not of one type");
+            }
+        }
+    };
+    for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
+        check("past_key", "present_key", layer);
+        check("past_value", "present_value", layer);
+    }
+    for (std::size_t index = 0; index < spec.memory_states.size(); ++index) {
+        check("memory_state", "present_memory_state", index);
+    }
 }
 
 void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& object) {
@@ -142,8 +262,8 @@ void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& obje
     const auto num_masks = static_cast<std::size_t>(
         std::count_if(spec.roms.begin(), spec.roms.end(), [](const RowFile& rom) { return rom.masked(); }));
     const std::size_t num_kept = 2 * spec.num_hidden_layers + spec.memory_states.size();
-    check_count(graph.inputs, 4 + spec.roms.size() + num_masks + num_kept, object, "input");
-    check_count(graph.outputs, 1 + num_kept, object, "output");
+    check_count(graph, &PartFile::inputs, 4 + spec.roms.size() + num_masks + num_kept, object, "input");
+    check_count(graph, &PartFile::outputs, 1 + num_kept, object, "output");
     std::vector<Expected> inputs = {
         {"input_embeds", 0, {1, tokens, size(spec.hidden_size)}},
         // Added to the scores: 0 or mask_value; the cache's slots first, then the new tokens.
@@ -159,7 +279,7 @@ void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& obje
     }
     std::vector<Expected> outputs = {{"logits", 0, {1, tokens, size(spec.vocab_size)}}};
     for (std::size_t index = 0; index < spec.memory_states.size(); ++index) {
-        const auto [length, dim] = spec.memory_states[index];
+        const auto& [length, dim, type] = spec.memory_states[index];
         inputs.push_back({"memory_state", index, {1, size(length), size(dim)}});
         outputs.push_back({"present_memory_state", index, {1, tokens, size(dim)}});
     }
@@ -170,8 +290,9 @@ void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& obje
         outputs.push_back({"present_key", layer, {1, heads, head_dim, tokens}});
         outputs.push_back({"present_value", layer, {1, heads, tokens, head_dim}});
     }
-    check_tensors(graph.inputs, inputs, object, "input");
-    check_tensors(graph.outputs, outputs, object, "output");
+    check_shapes(graph, &PartFile::inputs, inputs, object, "input");
+    check_shapes(graph, &PartFile::outputs, outputs, object, "output");
+    check_chain(spec, graph, object);
 }
 
 }  // namespace
@@ -187,13 +308,13 @@ std::size_t TensorSpec::num_elements() const {
 bool RowFile::masked() const { return addressing == RaggedAddress::name; }
 
 const TensorSpec& GraphFile::input(const std::string& role, std::size_t index) const {
-    const TensorSpec* found = find(inputs, role, index);
+    const TensorSpec* found = find(*this, &PartFile::inputs, role, index);
     assert(found != nullptr);  // read_graph_spec checked that every role is there
     return *found;
 }
 
 const TensorSpec& GraphFile::output(const std::string& role, std::size_t index) const {
-    const TensorSpec* found = find(outputs, role, index);
+    const TensorSpec* found = find(*this, &PartFile::outputs, role, index);
     assert(found != nullptr);
     return *found;
 }
@@ -201,8 +322,9 @@ const TensorSpec& GraphFile::output(const std::string& role, std::size_t index) 
 GraphSpec read_graph_spec(const std::string& path) {
     const Json parsed = parse_json(File(path).read_text(max_bytes), path, fix);
     const JsonObject root(parsed, path, fix);
-    if (root.integer("schema") != 1) {
-        root.fail("graph spec schema " + std::to_string(root.integer("schema")) + ", this version reads 1");
+    if (root.integer("schema") != schema) {
+        root.fail("graph spec schema " + std::to_string(root.integer("schema")) + ", this version reads " +
+                  std::to_string(schema));
     }
     root.allow_only({"schema", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim",
                      "rope_theta", "context_length", "mask_value", "eos_token_id", "prefill", "decode", "embedding",
@@ -240,6 +362,7 @@ GraphSpec read_graph_spec(const std::string& path) {
     }
     check(spec, spec.prefill, root.object("prefill"));
     check(spec, spec.decode, root.object("decode"));
+    check_kept(spec, root);
     return spec;
 }
 

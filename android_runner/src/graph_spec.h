@@ -1,8 +1,8 @@
 // graph_spec.json: what every input and output of the exported graphs is.
 //
 // T is a graph's num_tokens, C the context_length, KV num_key_value_heads, D head_dim, K the
-// rows_per_token of a ROM file. The roles and
-// their shapes are listed at `check` in graph_spec.cpp; nobody parses tensor names.
+// rows_per_token of a ROM file. The roles and their shapes are listed at `check` in graph_spec.cpp; nobody
+// parses tensor names.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,33 @@
 #include <string>
 #include <vector>
 
+#include "element_type.h"
+
 namespace meki {
 
 struct TensorSpec {
     std::string name;
     std::string role;
+    ElementType type;
     std::vector<std::int64_t> shape;
-    std::size_t index;  // the layer, the ROM file or the memory state
+    std::size_t index;  // the layer, the ROM file, the memory state, or the part that gives `hidden`
 
     std::size_t num_elements() const;
 };
 
-struct GraphFile {
+// One ONNX file.
+struct PartFile {
     std::string file;
-    std::size_t num_tokens;
     std::vector<TensorSpec> inputs;
     std::vector<TensorSpec> outputs;
+};
 
+// Parts that run in order. Each takes the output `hidden` of the one before, and what its layers need.
+struct GraphFile {
+    std::size_t num_tokens;
+    std::vector<PartFile> parts;
+
+    // The tensor of the first part that has it; the other parts' is of the same type and shape.
     const TensorSpec& input(const std::string& role, std::size_t index = 0) const;
     const TensorSpec& output(const std::string& role, std::size_t index = 0) const;
 };
@@ -46,6 +56,7 @@ struct RowFile {
 struct StateShape {
     std::size_t length;
     std::size_t dim;
+    ElementType type;
 };
 
 struct GraphSpec {
@@ -64,7 +75,7 @@ struct GraphSpec {
     std::vector<StateShape> memory_states;
 };
 
-// Throws Error if the file is missing, is not such a spec, or its tensors do not fit its sizes.
+// Throws Error if the file is missing, is not such a spec, or its tensors do not fit its sizes or each other.
 GraphSpec read_graph_spec(const std::string& path);
 
 }  // namespace meki

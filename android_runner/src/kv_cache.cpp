@@ -2,30 +2,55 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cstdint>
 
 namespace meki {
+
+namespace {
+
+// The first `count` of each `source_stride` elements of `num_rows` rows.
+template <typename T>
+void copy_rows(const void* source, std::size_t source_stride, void* target, std::size_t target_stride,
+               std::size_t num_rows, std::size_t count) {
+    const T* from = static_cast<const T*>(source);
+    T* to = static_cast<T*>(target);
+    for (std::size_t row = 0; row < num_rows; ++row) {
+        std::copy_n(from + row * source_stride, count, to + row * target_stride);
+    }
+}
+
+// Elements are copied by their size; only float32 has four bytes.
+template <typename... Arguments>
+void copy_rows_of(std::size_t element_bytes, Arguments... arguments) {
+    if (element_bytes == 4) {
+        copy_rows<float>(arguments...);
+    } else if (element_bytes == 2) {
+        copy_rows<std::uint16_t>(arguments...);
+    } else {
+        copy_rows<std::uint8_t>(arguments...);
+    }
+}
+
+}  // namespace
 
 KvCache::KvCache(const GraphSpec& spec)
     : num_heads_(spec.num_key_value_heads), head_dim_(spec.head_dim), context_length_(spec.context_length) {
     const std::size_t size = num_heads_ * head_dim_ * context_length_;
     for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-        keys_.emplace_back(size);
-        values_.emplace_back(size);
+        keys_.emplace_back(spec.decode.input("past_key", layer).type, size);
+        values_.emplace_back(spec.decode.input("past_value", layer).type, size);
     }
 }
 
-void KvCache::write(std::size_t layer, const float* present_key, const float* present_value, std::size_t num_tokens,
+void KvCache::write(std::size_t layer, const void* present_key, const void* present_value, std::size_t num_tokens,
                     std::size_t count, std::size_t position) {
     assert(count <= num_tokens && position + count <= context_length_);
-    float* key = keys(layer) + position;
-    for (std::size_t row = 0; row < num_heads_ * head_dim_; ++row) {
-        std::copy_n(present_key + row * num_tokens, count, key + row * context_length_);
-    }
-    float* value = values(layer) + position * head_dim_;
-    for (std::size_t head = 0; head < num_heads_; ++head) {
-        std::copy_n(present_value + head * num_tokens * head_dim_, count * head_dim_,
-                    value + head * context_length_ * head_dim_);
-    }
+    const TensorData& keys = keys_[layer];
+    copy_rows_of(keys.type().size(), present_key, num_tokens, keys.at(position), context_length_,
+                 num_heads_ * head_dim_, count);
+    const TensorData& values = values_[layer];
+    copy_rows_of(values.type().size(), present_value, num_tokens * head_dim_, values.at(position * head_dim_),
+                 context_length_ * head_dim_, num_heads_, count * head_dim_);
 }
 
 void KvCache::clear() {

@@ -1,6 +1,7 @@
 // The command line of meki-runner.
 
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,16 +19,25 @@ constexpr const char* usage =
 
   meki-runner generate --bundle DIR --ort-library PATH --prompt-file FILE --max-new-tokens N --output FILE.json
       [--temperature 0] [--top-k 0] [--top-p 1] [--seed 0] [--stop-token ID]... [--stream]
+      [--backend cpu|qnn] [--qnn-library libQnnHtp.so] [--qnn-provider libonnxruntime_providers_qnn.so]
       [--threads 2] [--cores big|all] [--io pread|direct|mmap] [--drop-page-cache] [--row-cache-bytes 0]
+      [--verify-rows]
   meki-runner bench --bundle DIR --ort-library PATH --trace-file FILE --output FILE.json
       [--prompt-tokens 512] [--generate-tokens 128] [--depth 0] [--warmup 1]
+      [--backend cpu|qnn] [--qnn-library libQnnHtp.so] [--qnn-provider libonnxruntime_providers_qnn.so]
       [--threads 2] [--cores big|all] [--io pread|direct|mmap] [--drop-page-cache] [--row-cache-bytes 0]
-  meki-runner rows --rom FILE --ids-file FILE [--io pread|direct|mmap]
-      prints the dequantized rows of these row ids: raw little-endian float32
-  meki-runner fetch --rom FILE --ids-file FILE [--io pread|direct|mmap]
-      prints what each token of a text needs: row counts (int64), then the rows (float32), padded with zeros
+      [--verify-rows]
+  meki-runner rows --rom FILE --ids-file FILE [--io pread|direct|mmap] [--raw] [--verify-rows]
+      prints the dequantized rows of these row ids: little-endian float32; --raw: the integers of a static codec
+  meki-runner fetch --rom FILE --ids-file FILE [--io pread|direct|mmap] [--batch 0] [--row-cache-bytes 0]
+      [--verify-rows]
+      prints what each token of a text needs: row counts (int64), then the rows (float32), padded with zeros;
+      all tokens at once, or --batch of them after another, the next fetched while one is printed
 
 Files of ids hold decimal numbers separated by white space. --stream prints each id as it is sampled.
+--backend qnn runs the bundle's NPU binaries. --qnn-provider is the provider where it is a plug-in of ONNX Runtime;
+without it the library of --ort-library must have it built in.
+--verify-rows compares every row that is read with its checksum (`meki-edge reparam --checksums`).
 --cores big keeps off the slowest cores, where the kernel tells of several kinds.
 Exit status: 0 done, 1 error, 2 wrong usage, 128 + n ended by signal n.
 )";
@@ -56,28 +66,52 @@ bool parse_cores(const Options& options) {
     return name == "big";
 }
 
-RunOptions parse_run(const Options& options) {
-    const IoMode io = parse_io(options);
+std::uint64_t parse_row_cache(const Options& options, IoMode io) {
     const std::uint64_t row_cache_bytes = options.integer("--row-cache-bytes", 0, 0, max_cache_bytes);
     if (io == IoMode::mmap && row_cache_bytes > 0) {
         throw UsageError("--row-cache-bytes needs --io pread or direct: the pages of a map are a cache already");
     }
+    return row_cache_bytes;
+}
+
+std::optional<QnnLibraries> parse_qnn(const Options& options) {
+    const std::string backend = options.text("--backend", "cpu");
+    const QnnLibraries libraries{options.text("--qnn-library", ""), options.text("--qnn-provider", "")};
+    if (backend == "qnn") {
+        if (libraries.backend.empty()) {
+            throw UsageError("--backend qnn needs --qnn-library, the path of libQnnHtp.so");
+        }
+        return libraries;
+    }
+    if (backend != "cpu") {
+        throw UsageError("--backend takes cpu or qnn, got '" + backend + "'");
+    }
+    if (!libraries.backend.empty() || !libraries.provider.empty()) {
+        throw UsageError("--qnn-library and --qnn-provider need --backend qnn");
+    }
+    return std::nullopt;
+}
+
+RunOptions parse_run(const Options& options) {
+    const IoMode io = parse_io(options);
     return {options.required("--bundle"),
             options.required("--ort-library"),
+            parse_qnn(options),
             static_cast<int>(options.integer("--threads", 2, 1, max_threads)),
             parse_cores(options),
             io,
             options.flag("--drop-page-cache"),
-            row_cache_bytes,
+            parse_row_cache(options, io),
+            options.flag("--verify-rows"),
             options.required("--output")};
 }
 
 void run_generate(const std::vector<std::string>& arguments) {
     const Options options(arguments,
                           {"--bundle", "--ort-library", "--prompt-file", "--max-new-tokens", "--temperature",
-                           "--top-k", "--top-p", "--seed", "--stop-token", "--threads", "--cores", "--io",
-                           "--row-cache-bytes", "--output"},
-                          {"--drop-page-cache", "--stream"});
+                           "--top-k", "--top-p", "--seed", "--stop-token", "--backend", "--qnn-library",
+                           "--qnn-provider", "--threads", "--cores", "--io", "--row-cache-bytes", "--output"},
+                          {"--drop-page-cache", "--stream", "--verify-rows"});
     options.required("--max-new-tokens");
     GenerateOptions parsed{parse_run(options),
                            options.required("--prompt-file"),
@@ -96,16 +130,28 @@ void run_generate(const std::vector<std::string>& arguments) {
 void run_bench(const std::vector<std::string>& arguments) {
     const Options options(arguments,
                           {"--bundle", "--ort-library", "--trace-file", "--prompt-tokens", "--generate-tokens",
-                           "--depth", "--warmup", "--threads", "--cores", "--io", "--row-cache-bytes", "--output"},
-                          {"--drop-page-cache"});
+                           "--depth", "--warmup", "--backend", "--qnn-library", "--qnn-provider", "--threads",
+                           "--cores", "--io", "--row-cache-bytes", "--output"},
+                          {"--drop-page-cache", "--verify-rows"});
     bench({parse_run(options), options.required("--trace-file"), options.integer("--prompt-tokens", 512, 0, max_tokens),
            options.integer("--generate-tokens", 128, 0, max_tokens), options.integer("--depth", 0, 0, max_tokens),
            options.integer("--warmup", 1, 0, max_tokens)});
 }
 
-RowsOptions parse_rows(const std::vector<std::string>& arguments) {
-    const Options options(arguments, {"--rom", "--ids-file", "--io"}, {});
-    return {options.required("--rom"), options.required("--ids-file"), parse_io(options)};
+RowsOptions parse_rows(const Options& options) {
+    return {options.required("--rom"), options.required("--ids-file"), parse_io(options), options.flag("--verify-rows")};
+}
+
+void run_rows(const std::vector<std::string>& arguments) {
+    const Options options(arguments, {"--rom", "--ids-file", "--io"}, {"--verify-rows", "--raw"});
+    rows(parse_rows(options), options.flag("--raw"));
+}
+
+void run_fetch(const std::vector<std::string>& arguments) {
+    const Options options(arguments, {"--rom", "--ids-file", "--io", "--batch", "--row-cache-bytes"},
+                          {"--verify-rows"});
+    const RowsOptions parsed = parse_rows(options);
+    fetch({parsed, options.integer("--batch", 0, 0, max_tokens), parse_row_cache(options, parsed.io)});
 }
 
 void run(const std::vector<std::string>& arguments) {
@@ -124,9 +170,9 @@ void run(const std::vector<std::string>& arguments) {
     } else if (command == "bench") {
         run_bench(rest);
     } else if (command == "rows") {
-        rows(parse_rows(rest));
+        run_rows(rest);
     } else if (command == "fetch") {
-        fetch(parse_rows(rest));
+        run_fetch(rest);
     } else {
         throw UsageError(command.empty() ? "a command is missing" : "unknown command '" + command + "'");
     }

@@ -1,26 +1,29 @@
 #include "memory_states.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace meki {
 
 MemoryStates::MemoryStates(const GraphSpec& spec) : shapes_(spec.memory_states) {
     for (const StateShape& shape : shapes_) {
-        states_.emplace_back(shape.length * shape.dim);
+        states_.emplace_back(shape.type, shape.length * shape.dim);
     }
 }
 
-void MemoryStates::shift(std::size_t index, const float* present, std::size_t count) {
-    const auto [length, dim] = shapes_[index];
-    float* const begin = state(index);
-    float* const end = begin + length * dim;
-    const std::size_t added = std::min(count, length) * dim;
-    std::copy(begin + added, end, begin);  // towards the front, so the overlap is harmless
-    std::copy_n(present + count * dim - added, added, end - added);
+void MemoryStates::shift(std::size_t index, const void* present, std::size_t count) {
+    const StateShape& shape = shapes_[index];
+    const std::size_t input_bytes = shape.dim * shape.type.size();
+    const std::size_t added = std::min(count, shape.length);
+    auto* const begin = static_cast<unsigned char*>(state(index));
+    const std::size_t kept_bytes = (shape.length - added) * input_bytes;
+    std::memmove(begin, begin + added * input_bytes, kept_bytes);
+    std::memcpy(begin + kept_bytes, static_cast<const unsigned char*>(present) + (count - added) * input_bytes,
+                added * input_bytes);
 }
 
 void MemoryStates::clear() {
-    for (Buffer<float>& state : states_) {
+    for (TensorData& state : states_) {
         state.clear();
     }
 }

@@ -14,6 +14,8 @@ namespace {
 // The API of the oldest headers that the build is meant for (Debian's libonnxruntime-dev).
 constexpr std::uint32_t oldest_api = 21;
 
+std::uint32_t api_in_use = 0;
+
 }  // namespace
 
 std::string load_ort(const std::string& library) {
@@ -30,7 +32,7 @@ std::string load_ort(const std::string& library) {
         throw Error("this library is not ONNX Runtime: it has no OrtGetApiBase", library, fix);
     }
     // "1.29.0" has API 29. An older library than the headers serves too: the table of functions only
-    // grows, and this program calls none of the newest.
+    // grows, and this program calls none of the newest unasked.
     const std::string version = get_api_base()->GetVersionString();
     const std::string minor = version.substr(version.find('.') + 1);
     const auto newest = static_cast<std::uint32_t>(std::strtoul(minor.c_str(), nullptr, 10));
@@ -42,7 +44,10 @@ std::string load_ort(const std::string& library) {
                     library, fix);
     }
     Ort::InitApi(functions);
+    api_in_use = api;
     return version;
 }
+
+std::uint32_t ort_api() { return api_in_use; }
 
 }  // namespace meki

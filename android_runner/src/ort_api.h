@@ -4,6 +4,7 @@
 // package to package, so one build runs with any of them. Include this header, never ONNX Runtime's.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #define ORT_API_MANUAL_INIT
@@ -22,5 +23,8 @@ namespace meki {
 // Opens the library, once in a process and before any other use of the API; returns its version.
 // Throws Error if it cannot be loaded, or is too old.
 std::string load_ort(const std::string& library);
+
+// The version of the API in use, which may be older than the headers' one.
+std::uint32_t ort_api();
 
 }  // namespace meki

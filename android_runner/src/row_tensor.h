@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "buffer.h"
+#include "element_type.h"
 
 namespace meki {
 
@@ -18,43 +18,44 @@ public:
     };
 
     // `mask_value` marks the places that hold no row.
-    RowTensor(const Shape& shape, float mask_value)
+    RowTensor(const Shape& shape, float mask_value, const ElementType& type = {}, const ElementType& mask_type = {})
         : shape_(shape),
           mask_value_(mask_value),
-          rows_(shape.num_tokens * shape.rows_per_token * shape.row_dim),
-          mask_(shape.num_tokens * shape.rows_per_token),
+          rows_(type, shape.num_tokens * shape.rows_per_token * shape.row_dim),
+          mask_(mask_type, shape.num_tokens * shape.rows_per_token),
           counts_(shape.num_tokens) {
-        std::fill_n(mask_.data(), mask_.size(), mask_value);
+        fill(mask_.type(), mask_value, mask_.size(), mask_.data());
     }
 
     const Shape& shape() const { return shape_; }
+    const ElementType& type() const { return rows_.type(); }
     std::size_t size() const { return rows_.size(); }
-    float* rows() const { return rows_.data(); }  // [T, K, row_dim]
-    float* mask() const { return mask_.data(); }  // [T, K]: 0 where there is a row
+    void* rows() const { return rows_.data(); }  // [T, K, row_dim]
+    void* mask() const { return mask_.data(); }  // [T, K]: 0 where there is a row
     const std::vector<std::size_t>& counts() const { return counts_; }  // [T]
 
     // Where row `place` of a token goes.
-    float* row(std::size_t token, std::size_t place) const {
-        return rows_.data() + (token * shape_.rows_per_token + place) * shape_.row_dim;
+    void* row(std::size_t token, std::size_t place) const {
+        return rows_.at((token * shape_.rows_per_token + place) * shape_.row_dim);
     }
 
     // The token has `count` rows, which the caller writes; its other places become zeros. What is zero
     // already is not written again: most tokens have far fewer rows than there are places.
     void set_count(std::size_t token, std::size_t count) {
         if (counts_[token] > count) {
-            std::fill(row(token, count), row(token, counts_[token]), 0.0f);
+            fill(type(), 0, (counts_[token] - count) * shape_.row_dim, row(token, count));
         }
         counts_[token] = count;
-        float* mask = mask_.data() + token * shape_.rows_per_token;
-        std::fill(mask, mask + count, 0.0f);
-        std::fill(mask + count, mask + shape_.rows_per_token, mask_value_);
+        const std::size_t first = token * shape_.rows_per_token;
+        fill(mask_.type(), 0, count, mask_.at(first));
+        fill(mask_.type(), mask_value_, shape_.rows_per_token - count, mask_.at(first + count));
     }
 
 private:
     Shape shape_;
     float mask_value_;
-    Buffer<float> rows_;
-    Buffer<float> mask_;
+    TensorData rows_;
+    TensorData mask_;
     std::vector<std::size_t> counts_;
 };
 

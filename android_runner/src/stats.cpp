@@ -2,7 +2,9 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 namespace meki {
 
@@ -10,15 +12,39 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// From /proc, since getrusage's maximum starts with that of the process that started this one.
-std::uint64_t peak_rss_bytes() {
-    std::ifstream status("/proc/self/status");
-    for (std::string line; std::getline(status, line);) {
-        if (line.rfind("VmHWM:", 0) == 0) {
-            return std::strtoull(line.c_str() + 6, nullptr, 10) * 1024;
+constexpr const char* status = "/proc/self/status";
+
+// Fills in what a file of /proc says, in bytes, on each named line.
+void read_lines(const char* path, std::initializer_list<std::pair<const char*, std::uint64_t*>> lines) {
+    std::ifstream file(path);
+    for (std::string text; std::getline(file, text);) {
+        for (const auto& [name, value] : lines) {
+            const std::string prefix = std::string(name) + ":";
+            if (text.rfind(prefix, 0) == 0) {
+                *value = std::strtoull(text.c_str() + prefix.size(), nullptr, 10) * 1024;
+            }
         }
     }
-    return 0;
+}
+
+// Not from getrusage, whose maximum starts with that of the process that started this one.
+std::uint64_t peak_rss_bytes() {
+    std::uint64_t peak = 0;
+    read_lines(status, {{"VmHWM", &peak}});
+    return peak;
+}
+
+// Resident memory with a share of the pages that other processes use too; null where the kernel does not tell.
+Json pss_bytes() {
+    std::uint64_t pss = 0;
+    read_lines("/proc/self/smaps_rollup", {{"Pss", &pss}});
+    return pss == 0 ? Json() : Json(pss);
+}
+
+Json to_json(const Resident& resident) {
+    return {{"rss_bytes", resident.rss_bytes},
+            {"anonymous_bytes", resident.anonymous_bytes},
+            {"file_bytes", resident.file_bytes}};
 }
 
 Json to_json(const Step& step) {
@@ -56,7 +82,16 @@ Json to_json(const Test& test) {
 
 }  // namespace
 
+Resident resident_now() {
+    Resident resident{};
+    read_lines(status, {{"VmRSS", &resident.rss_bytes},
+                        {"RssAnon", &resident.anonymous_bytes},
+                        {"RssFile", &resident.file_bytes}});
+    return resident;
+}
+
 std::string to_json(const Report& report) {
+    const Resident resident_at_end = resident_now();
     Json tests = Json::array();
     for (const Test& test : report.tests) {
         tests.push_back(to_json(test));
@@ -73,6 +108,9 @@ std::string to_json(const Report& report) {
                        {"row_cache_bytes", report.row_cache_bytes},
                        {"load_us", report.load_us},
                        {"peak_rss_bytes", peak_rss_bytes()},
+                       {"pss_bytes", pss_bytes()},
+                       {"resident_at_start", to_json(report.resident_at_start)},
+                       {"resident_at_end", to_json(resident_at_end)},
                        {"rom_bytes_per_token", report.rom_bytes_per_token},
                        {"tests", std::move(tests)},
                        {"prompt_tokens", report.prompt_tokens},

@@ -24,6 +24,15 @@ struct Test {
     std::vector<Step> steps;
 };
 
+// Memory of this process that is resident, as /proc tells it; zeros where it does not.
+struct Resident {
+    std::uint64_t rss_bytes;
+    std::uint64_t anonymous_bytes;
+    std::uint64_t file_bytes;  // pages of mapped files, which the kernel may drop
+};
+
+Resident resident_now();
+
 struct Report {
     std::string command;
     std::string backend;
@@ -34,13 +43,15 @@ struct Report {
     bool page_cache_dropped;
     std::uint64_t row_cache_bytes;
     std::uint64_t load_us;
+    Resident resident_at_start;  // loaded, before the first timed step
     std::size_t rom_bytes_per_token;
     std::vector<Test> tests;
     std::vector<std::uint32_t> prompt_tokens;
     std::vector<std::uint32_t> generated_tokens;
 };
 
-// The report as JSON text, with the peak resident memory of this process so far.
+// The report as JSON text, with this process's resident memory: now, and the peak so far, which counts the
+// pages of weights that loading mapped and let go.
 std::string to_json(const Report& report);
 
 }  // namespace meki

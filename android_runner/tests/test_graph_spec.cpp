@@ -18,6 +18,8 @@ json tensor(const std::string& role, const json& shape, int index = 0) {
             {"index", index}};
 }
 
+json& first_part(json& spec, const char* graph) { return spec[graph]["parts"][0]; }
+
 json graph(const std::string& file, int tokens) {
     json inputs = {tensor("input_embeds", {1, tokens, 6}), tensor("attention_mask", {1, 1, tokens, 8 + tokens}),
                    tensor("position_cos", {1, tokens, 2}), tensor("position_sin", {1, tokens, 2}),
@@ -29,7 +31,8 @@ json graph(const std::string& file, int tokens) {
         outputs.push_back(tensor("present_key", {1, 1, 4, tokens}, layer));
         outputs.push_back(tensor("present_value", {1, 1, tokens, 4}, layer));
     }
-    return {{"file", file}, {"num_tokens", tokens}, {"inputs", inputs}, {"outputs", outputs}};
+    const json part = {{"file", file}, {"inputs", inputs}, {"outputs", outputs}};
+    return {{"num_tokens", tokens}, {"parts", json::array({part})}};
 }
 
 json row_file(const std::string& file, int row_dim) {
@@ -37,7 +40,7 @@ json row_file(const std::string& file, int row_dim) {
 }
 
 json good_spec() {
-    return {{"schema", 1}, {"vocab_size", 20}, {"hidden_size", 6}, {"num_hidden_layers", 2},
+    return {{"schema", 2}, {"vocab_size", 20}, {"hidden_size", 6}, {"num_hidden_layers", 2},
             {"num_key_value_heads", 1}, {"head_dim", 4}, {"rope_theta", 10000.0}, {"context_length", 8},
             {"mask_value", -100.0}, {"eos_token_id", nullptr}, {"prefill", graph("prefill.onnx", 3)},
             {"decode", graph("decode.onnx", 1)}, {"embedding", row_file("embedding", 6)},
@@ -59,10 +62,10 @@ json mixed_spec() {
         for (const json& input : {tensor("memory_rows", {1, tokens, 6}, 1), tensor("memory_rows", {1, tokens, 4, 2}, 2),
                                   tensor("memory_mask", {1, tokens, 4}, 2), tensor("memory_state", {1, 9, 6}, 0),
                                   tensor("memory_state", {1, 2, 5}, 1)}) {
-            spec[graph]["inputs"].push_back(input);
+            first_part(spec, graph)["inputs"].push_back(input);
         }
-        spec[graph]["outputs"].push_back(tensor("present_memory_state", {1, tokens, 6}, 0));
-        spec[graph]["outputs"].push_back(tensor("present_memory_state", {1, tokens, 5}, 1));
+        first_part(spec, graph)["outputs"].push_back(tensor("present_memory_state", {1, tokens, 6}, 0));
+        first_part(spec, graph)["outputs"].push_back(tensor("present_memory_state", {1, tokens, 5}, 1));
     }
     return spec;
 }
@@ -84,18 +87,20 @@ void mixed() {
     CHECK(spec.roms.size() == 3 && spec.roms[1].addressing == "ngram_hash" && spec.roms[2].rows_per_token == 4);
     CHECK(!spec.roms[0].masked() && !spec.roms[1].masked() && spec.roms[2].masked());
     CHECK(spec.memory_states.size() == 2 && spec.memory_states[0].length == 9 && spec.memory_states[1].dim == 5);
-    const auto input = [](json& s, std::size_t index) -> json& { return s["prefill"]["inputs"][index]; };
+    const auto input = [](json& s, std::size_t index) -> json& { return first_part(s, "prefill")["inputs"][index]; };
     rejects_mixed([&](json& s) { input(s, 9)["shape"] = {1, 3, 3, 2}; },
                   "input memory_rows[1] has shape [1,3,3,2], expected [1,3,6]");
     rejects_mixed([&](json& s) { input(s, 10)["shape"] = {1, 3, 8}; }, "expected [1,3,4,2]");
     rejects_mixed([&](json& s) { input(s, 11)["role"] = "mask"; }, "the input memory_mask[2] is missing");
     rejects_mixed([&](json& s) { input(s, 12)["shape"] = {1, 8, 6}; },
                   "memory_state[0] has shape [1,8,6], expected [1,9,6]");
-    rejects_mixed([](json& s) { s["decode"]["inputs"][12]["shape"] = {1, 0, 6}; }, "expected [1, length, dim]");
-    rejects_mixed([](json& s) { s["decode"]["inputs"][12]["shape"] = {9, 6}; }, "expected [1, length, dim]");
-    rejects_mixed([](json& s) { s["decode"]["inputs"].erase(13); }, "there are 14 inputs, expected 13");
-    rejects_mixed([](json& s) { s["prefill"]["inputs"].erase(13); }, "there are 13 inputs, expected 14");
-    rejects_mixed([](json& s) { s["prefill"]["outputs"][6]["shape"] = {1, 9, 5}; },
+    rejects_mixed([](json& s) { first_part(s, "decode")["inputs"][12]["shape"] = {1, 0, 6}; },
+                  "expected [1, length, dim]");
+    rejects_mixed([](json& s) { first_part(s, "decode")["inputs"][12]["shape"] = {9, 6}; },
+                  "expected [1, length, dim]");
+    rejects_mixed([](json& s) { first_part(s, "decode")["inputs"].erase(13); }, "there are 14 inputs, expected 13");
+    rejects_mixed([](json& s) { first_part(s, "prefill")["inputs"].erase(13); }, "there are 13 inputs, expected 14");
+    rejects_mixed([](json& s) { first_part(s, "prefill")["outputs"][6]["shape"] = {1, 9, 5}; },
                   "output present_memory_state[1] has shape [1,9,5], expected [1,3,5]");
     rejects_mixed([](json& s) { s["roms"][2]["addressing"] = "hash"; }, "unknown addressing 'hash'");
     rejects_mixed([](json& s) { s["roms"][2]["rows_per_token"] = 0; }, "'rows_per_token' is 0, less than 1");
@@ -109,18 +114,133 @@ void rejects(const std::function<void(json&)>& edit, const char* what) {
     CHECK_ERROR(meki::read_graph_spec(write(spec)), what);
 }
 
+json& tensor_of(json& spec, const char* graph, const char* kind, const std::string& role, int index = 0) {
+    for (json& part : spec[graph]["parts"]) {
+        for (json& found : part[kind]) {
+            if (found["role"] == role && found["index"] == index) {
+                return found;
+            }
+        }
+    }
+    std::exit(1);
+}
+
+void set_type(json& found, const char* dtype, const json& quantization) {
+    found["dtype"] = dtype;
+    found["quantization"] = quantization;
+}
+
+void types() {
+    const json eight = {{"scale", 0.5}, {"zero_point", 3}};
+    const auto quantize_cache = [&](json& s) {
+        for (const char* graph : {"prefill", "decode"}) {
+            set_type(tensor_of(s, graph, "inputs", "past_key", 1), "uint8", eight);
+            set_type(tensor_of(s, graph, "outputs", "present_key", 1), "uint8", eight);
+        }
+    };
+    json spec = good_spec();
+    quantize_cache(spec);
+    set_type(tensor_of(spec, "decode", "outputs", "logits"), "float16", nullptr);
+    const meki::GraphSpec read = meki::read_graph_spec(write(spec));
+    CHECK(read.decode.output("logits").type.dtype == meki::DType::float16);
+    CHECK(read.prefill.input("past_key", 1).type.quantization == (meki::Quantization{0.5f, 3}));
+    CHECK(read.prefill.input("past_key", 0).type == meki::ElementType());
+
+    const auto logits = [](json& s) -> json& { return tensor_of(s, "decode", "outputs", "logits"); };
+    rejects([&](json& s) { logits(s)["dtype"] = "uint8"; }, "integers need a 'quantization'");
+    rejects([&](json& s) { logits(s)["quantization"] = eight; }, "floats have no 'quantization'");
+    rejects([&](json& s) { set_type(logits(s), "int8", {{"scale", 0}, {"zero_point", 0}}); },
+            "'scale' is not a positive");
+    rejects([&](json& s) { set_type(logits(s), "int8", {{"scale", 1}, {"zero_point", 70000}}); },
+            "'zero_point' is 70000");
+    rejects([&](json& s) { set_type(logits(s), "int8", {{"scale", 1}}); }, "the key 'zero_point' is missing");
+    rejects([&](json& s) { set_type(logits(s), "int8", {{"axis", 1}}); }, "unknown key 'axis'");
+    rejects(
+        [&](json& s) {
+            quantize_cache(s);
+            tensor_of(s, "prefill", "outputs", "present_key", 1)["quantization"]["zero_point"] = 4;
+        },
+        "input past_key[1] and what goes into it are not of one type");
+    rejects([&](json& s) { set_type(tensor_of(s, "decode", "inputs", "past_value"), "float16", nullptr); },
+            "input past_value[0] and what goes into it");
+}
+
+// `good_spec` cut before layer 1, with the head apart: three parts.
+json cut_spec() {
+    json spec = good_spec();
+    for (const char* graph : {"prefill", "decode"}) {
+        const int tokens = spec[graph]["num_tokens"];
+        const json whole = spec[graph]["parts"][0];
+        json parts = json::array();
+        for (int layer = 0; layer < 2; ++layer) {
+            json inputs = json::array(), outputs = json::array({tensor("hidden", {1, tokens, 6}, layer)});
+            for (const json& input : whole["inputs"]) {
+                const std::string role = input["role"];
+                const bool is_kept = role == "past_key" || role == "past_value";
+                if (is_kept ? input["index"] == layer : role != (layer == 0 ? "memory_rows" : "input_embeds")) {
+                    inputs.push_back(input);
+                }
+            }
+            if (layer == 1) {
+                inputs.push_back(tensor("hidden", {1, tokens, 6}, 0));
+            }
+            for (const json& output : whole["outputs"]) {
+                if (output["role"] != "logits" && output["index"] == layer) {
+                    outputs.push_back(output);
+                }
+            }
+            parts.push_back({{"file", "part"}, {"inputs", inputs}, {"outputs", outputs}});
+        }
+        parts.push_back({{"file", "head"},
+                         {"inputs", json::array({tensor("hidden", {1, tokens, 6}, 1)})},
+                         {"outputs", json::array({tensor("logits", {1, tokens, 20})})}});
+        spec[graph]["parts"] = parts;
+    }
+    return spec;
+}
+
+void parts() {
+    const meki::GraphSpec spec = meki::read_graph_spec(write(cut_spec()));
+    CHECK(spec.decode.parts.size() == 3 && spec.decode.parts[2].file == "head");
+    CHECK(spec.decode.input("past_key", 1).name == "past_key_1" && spec.decode.output("hidden", 1).num_elements() == 6);
+    const auto rejects_cut = [](const std::function<void(json&)>& edit, const char* what) {
+        json cut = cut_spec();
+        edit(cut);
+        CHECK_ERROR(meki::read_graph_spec(write(cut)), what);
+    };
+    const auto part = [](json& s, int index) -> json& { return s["decode"]["parts"][index]; };
+    rejects_cut([&](json& s) { part(s, 1)["inputs"][0]["shape"] = {1, 1, 1, 8}; },
+                "the input attention_mask[0] is not the same in all parts");
+    rejects_cut([&](json& s) { part(s, 1)["inputs"].push_back(part(s, 1)["inputs"][0]); },
+                "input attention_mask[0] is there twice");
+    rejects_cut([&](json& s) { part(s, 1)["outputs"].push_back(part(s, 0)["outputs"][1]); },
+                "output present_key[0] is there twice");
+    rejects_cut([&](json& s) { part(s, 2)["inputs"][0]["index"] = 0; }, "head must have exactly the input hidden[1]");
+    rejects_cut([&](json& s) { part(s, 2)["inputs"].push_back(tensor("hidden", {1, 1, 6}, 0)); },
+                "head must have exactly the input hidden[1]");
+    rejects_cut([&](json& s) { part(s, 2)["outputs"].push_back(tensor("hidden", {1, 1, 6}, 2)); },
+                "head must have no output hidden");
+    rejects_cut([&](json& s) { part(s, 0)["outputs"][0]["shape"] = {1, 1, 5}; },
+                "part must have exactly the output hidden[0]");
+    rejects_cut([&](json& s) { part(s, 2)["inputs"][0]["dtype"] = "float16"; }, "takes another type of hidden");
+    rejects_cut([&](json& s) { part(s, 1)["inputs"].erase(3); }, "there are 8 inputs, expected 9");
+    rejects_cut([](json& s) { s["decode"]["parts"] = json::array(); }, "there are 0 inputs");
+}
+
 }  // namespace
 
 int main() {
     const meki::GraphSpec spec = meki::read_graph_spec(write(good_spec()));
-    CHECK(spec.prefill.num_tokens == 3 && spec.prefill.file == "prefill.onnx" && spec.mask_value == -100.0f);
+    CHECK(spec.prefill.num_tokens == 3 && spec.prefill.parts[0].file == "prefill.onnx" && spec.mask_value == -100.0f);
     CHECK(spec.decode.input("past_key", 1).name == "past_key_1");
     CHECK(spec.prefill.output("present_value", 1).num_elements() == 12);
     CHECK(spec.roms.size() == 1 && spec.roms[0].row_dim == 5);
 
     mixed();
+    types();
+    parts();
 
-    rejects([](json& s) { s["schema"] = 2; }, "schema 2, this version reads 1");
+    rejects([](json& s) { s["schema"] = 1; }, "schema 1, this version reads 2");
     rejects([](json& s) { s["extra"] = 1; }, "unknown key 'extra'");
     rejects([](json& s) { s.erase("head_dim"); }, "the key 'head_dim' is missing");
     rejects([](json& s) { s["vocab_size"] = 0; }, "'vocab_size' is 0, less than 1");
@@ -131,12 +251,16 @@ int main() {
     rejects([](json& s) { s["num_hidden_layers"] = 1000000000; }, "inputs, expected");
     rejects([](json& s) { s["roms"] = json::array(); }, "there are 9 inputs, expected 8");
     rejects([](json& s) { s["decode"] = graph("decode.onnx", 2); }, "the decode graph takes 2 tokens a call");
-    rejects([](json& s) { s["decode"]["inputs"][0]["dtype"] = "float16"; }, "dtype is 'float16'");
-    rejects([](json& s) { s["decode"]["inputs"][0]["shape"] = {1, 1, 7}; }, "input input_embeds[0] has shape [1,1,7]");
-    rejects([](json& s) { s["decode"]["inputs"][0]["role"] = "input_ids"; }, "the input input_embeds[0] is missing");
-    rejects([](json& s) { s["prefill"]["outputs"][2]["index"] = 1; }, "the output present_value[0] is missing");
-    rejects([](json& s) { s["prefill"]["outputs"][0]["shape"] = {1, -3, 20}; }, "not a list of sizes");
-    rejects([](json& s) { s["prefill"]["outputs"][0]["shape"] = {std::uint64_t{1} << 33, std::uint64_t{1} << 33}; },
+    rejects([](json& s) { first_part(s, "decode")["inputs"][0]["dtype"] = "float64"; }, "dtype is 'float64'");
+    rejects([](json& s) { first_part(s, "decode")["inputs"][0]["shape"] = {1, 1, 7}; },
+            "input input_embeds[0] has shape [1,1,7]");
+    rejects([](json& s) { first_part(s, "decode")["inputs"][0]["role"] = "input_ids"; },
+            "the input input_embeds[0] is missing");
+    rejects([](json& s) { first_part(s, "prefill")["outputs"][2]["index"] = 1; },
+            "the output present_value[1] is there twice");
+    rejects([](json& s) { first_part(s, "prefill")["outputs"][0]["shape"] = {1, -3, 20}; }, "not a list of sizes");
+    static constexpr std::uint64_t huge = std::uint64_t{1} << 33;
+    rejects([](json& s) { first_part(s, "prefill")["outputs"][0]["shape"] = {huge, huge}; },
             "not a list of sizes that fit in memory");
     write_file(directory / "graph_spec.json", "not json");
     CHECK_ERROR(meki::read_graph_spec(directory / "graph_spec.json"), "not valid JSON");

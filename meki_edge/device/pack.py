@@ -25,10 +25,12 @@ from meki_edge.manifest import FileEntry, Manifest, StageOutput
 from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import RomSpec
 
-EXPORTED_ROLES = ("graph_spec", "prefill_graph", "decode_graph", "weights", "embedding", bundle.TOKENIZER_ROLE)
-COMPILED_ROLES = ("prefill_context", "prefill_binary", "decode_context", "decode_binary")
+WEIGHTS_ROLE = re.compile(r"weights(_\d+)?|embedding")
+EXPORTED_ROLE = re.compile(rf"graph_spec|(prefill|decode)_graph(_\d+)?|{WEIGHTS_ROLE.pattern}|{bundle.TOKENIZER_ROLE}")
+COMPILED_ROLE = re.compile(r"(prefill|decode)_context(_\d+)?|(prefill|decode|model)_binary(_\d+)?")
 ROM_ROLE = re.compile(r"rom(_\d+)?")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._+-]*")  # it names files and columns
+NPU_METRICS = ("chipset", "hexagon_arch", "qnn_sdk_version")  # what a phone must have for the binary
 CARRIED_METRICS = ("validation_loss", "validation_tokens", "ram_parameters")
 
 
@@ -60,21 +62,27 @@ def pack(
 ) -> Manifest:
     """Write the bundle of ``exported`` (graphs) and ``checkpoint`` (dense, or in ROM form) into ``out``.
 
+    Args:
+        exported: output of `meki-edge export`, or of `meki-edge calibrate`, whose ROM files then replace those
+            of the checkpoint.
+
     Raises:
         UserError: the directories do not belong together, a file changed since its stage wrote
             it, the ROM or the embedding does not fit the graphs, or the disk is too full.
     """
-    export_manifest = manifest.load(exported, stages=("export",))
+    export_manifest = manifest.load(exported, stages=("export", "calibrate"))
     checkpoint_manifest = manifest.load(checkpoint, stages=("train", "reparam"))
-    _require_made_from(export_manifest, exported, checkpoint, "export")
-    spec, roms = _cross_check(exported, export_manifest, checkpoint, checkpoint_manifest)
-    sources = _listed(exported, export_manifest, EXPORTED_ROLES)
-    sources += _listed(checkpoint, checkpoint_manifest, _rom_roles(checkpoint_manifest))
+    _require_made_from(export_manifest, exported, checkpoint, export_manifest.stage)
+    tables = _listed(exported, export_manifest, ROM_ROLE)
+    replaced = {source.name for source in tables}
+    tables += [source for source in _listed(checkpoint, checkpoint_manifest, ROM_ROLE) if source.name not in replaced]
+    spec, roms = _cross_check(exported, export_manifest, checkpoint, tables)
+    sources = [*_listed(exported, export_manifest, EXPORTED_ROLE), *tables]
     inputs = {"export": exported, "checkpoint": checkpoint}
     if compiled is not None:
         compiled_manifest = manifest.load(compiled, stages=("compile",))
         _require_made_from(compiled_manifest, compiled, exported, "compile")
-        sources += _listed(compiled, compiled_manifest, COMPILED_ROLES, prefix="npu/")
+        sources += _listed(compiled, compiled_manifest, COMPILED_ROLE, prefix="npu/")
         inputs["compile"] = compiled
     model = _model_config(checkpoint, checkpoint_manifest)
     name = _default_name(model) if config.name is None else config.name
@@ -93,23 +101,21 @@ def pack(
             "name": name,
             **{key: metrics.get(key) for key in CARRIED_METRICS},
             **_read_a_token(model, metrics.get("ram_parameters"), export_manifest.metrics["weights_bytes"]),
-            "rom_bytes_per_token": metrics.get("rom_bytes_per_token", 0),
+            "precision": export_manifest.metrics.get("precision", "fp32"),
+            "parts": len(spec.decode.parts),
             **_sizes(spec, roms, sources),
+            **_rom_bytes_per_token(roms, metrics),
+            "npu": None if compiled is None else {key: compiled_manifest.metrics.get(key) for key in NPU_METRICS},
         },
     )
 
 
-def _rom_roles(made: Manifest) -> tuple[str, ...]:
-    """The roles of a checkpoint's ROM files."""
-    return tuple(entry.role for entry in made.files.values() if ROM_ROLE.fullmatch(entry.role))
-
-
-def _listed(directory: Path, made: Manifest, roles: tuple[str, ...], prefix: str = "") -> list[_Source]:
-    """The files of a stage that play one of ``roles``, to be copied under ``prefix``."""
+def _listed(directory: Path, made: Manifest, role: re.Pattern[str], prefix: str = "") -> list[_Source]:
+    """The files of a stage that play such a ``role``, to be copied under ``prefix``."""
     return [
         _Source(path=directory / name, name=prefix + name, entry=entry)
         for name, entry in made.files.items()
-        if entry.role in roles
+        if role.fullmatch(entry.role)
     ]
 
 
@@ -126,7 +132,7 @@ def _require_made_from(made: Manifest, directory: Path, source: Path, stage: str
 
 
 def _cross_check(
-    exported: Path, export_manifest: Manifest, checkpoint: Path, checkpoint_manifest: Manifest
+    exported: Path, export_manifest: Manifest, checkpoint: Path, tables: list[_Source]
 ) -> tuple[GraphSpec, list[RomSpec]]:
     """Check that graphs, tokenizer, embedding and ROM files fit; the graph spec and the ROM files' headers."""
     spec_path = export_manifest.file(exported, "graph_spec")
@@ -135,16 +141,16 @@ def _cross_check(
     spec = GraphSpec.from_json(read_json(spec_path), spec_path)
     tokenizer = export_manifest.file(exported, bundle.TOKENIZER_ROLE)
     tokenizer_sha256 = export_manifest.files[tokenizer.name].sha256
-    owned = {checkpoint_manifest.file(checkpoint, role).name for role in _rom_roles(checkpoint_manifest)}
+    owned = {source.name: source.path for source in tables}
     wanted = {rom.file for rom in spec.roms}
-    if owned != wanted:
+    if owned.keys() != wanted:
         lists = [", ".join(sorted(names)) or "none" for names in (wanted, owned)]
         raise UserError(
             f"the graphs need these ROM files: {lists[0]}; the checkpoint has: {lists[1]}",
             where=checkpoint,
             fix="export the checkpoint that `meki-edge reparam` wrote, and give the same one to pack",
         )
-    roms = [_check_rows(checkpoint / rom.file, rom, spec, tokenizer_sha256, "meki-edge reparam") for rom in spec.roms]
+    roms = [_check_rows(owned[rom.file], rom, spec, tokenizer_sha256, "meki-edge reparam") for rom in spec.roms]
     embedding = exported / spec.embedding.file
     header = _check_rows(embedding, spec.embedding, spec, tokenizer_sha256, "meki-edge export")
     _require(embedding, "source_sha256", header.source_sha256, manifest.digest(checkpoint), "meki-edge export")
@@ -242,12 +248,20 @@ def _changed(path: Path) -> UserError:
     return UserError(what, where=path, fix="rerun the stage that wrote it with --force")
 
 
+def _rom_bytes_per_token(roms: list[RomSpec], metrics: dict[str, Any]) -> dict[str, float]:
+    """The most that a token reads, and the mean: of re-encoded rows, in proportion to what `reparam` measured."""
+    most = sum(rom.row_stride * rom.addressing.rows_per_token for rom in roms)
+    scale = most / metrics["rom_bytes_per_token"] if metrics.get("rom_bytes_per_token") else 1
+    expected = metrics.get("rom_bytes_per_token_expected", 0) * scale
+    return {"rom_bytes_per_token": most, "rom_bytes_per_token_expected": expected}
+
+
 def _sizes(spec: GraphSpec, roms: list[RomSpec], sources: list[_Source]) -> dict[str, Any]:
     """The metrics that a decision needs beside quality."""
     return {
         "rom_bytes": sum(source.entry.bytes for source in sources if ROM_ROLE.fullmatch(source.entry.role)),
         "table_precision": "+".join(dict.fromkeys(segment.codec for rom in roms for segment in rom.segments)) or None,
-        "weights_bytes": sum(s.entry.bytes for s in sources if s.entry.role in ("weights", "embedding")),
+        "weights_bytes": sum(s.entry.bytes for s in sources if WEIGHTS_ROLE.fullmatch(s.entry.role)),
         "vocab_size": spec.vocab_size,
         "context_length": spec.context_length,
     }

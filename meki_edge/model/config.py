@@ -26,7 +26,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0.0,),
     "use_sliding_window": (False,),
     "sliding_window": (None,),
-    "rope_scaling": (None,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
 }
@@ -102,7 +101,7 @@ def parse(values: Any, where: str | PathLike[str]) -> ModelConfig:
     if not isinstance(values, dict):
         raise UserError("expected a JSON object", where=where, fix="give a Hugging Face config.json")
     values = dict(values)
-    _take_rope_parameters(values, where)
+    _take_rope(values, where)
     if "num_local_experts" in values:  # as `transformers` 5 writes it
         values.setdefault("num_experts", values.pop("num_local_experts"))
     known = {field.name for field in dataclasses.fields(ModelConfig)}
@@ -208,14 +207,25 @@ def _check_model_type(values: dict[str, Any], where: str | PathLike[str]) -> Non
         )
 
 
-def _take_rope_parameters(values: dict[str, Any], where: str | PathLike[str]) -> None:
-    """Replace `transformers` 5's ``rope_parameters`` object by ``rope_theta``; refuse scaled RoPE."""
-    parameters = values.pop("rope_parameters", None)
-    if parameters is None:
-        return
-    if not isinstance(parameters, dict) or parameters.get("rope_type", "default") != "default":
-        raise UserError(
-            f"rope_parameters {parameters!r} is not supported", where=where, fix="use a model with default RoPE"
-        )
-    if "rope_theta" in parameters:
-        values["rope_theta"] = parameters["rope_theta"]
+def _take_rope(values: dict[str, Any], where: str | PathLike[str]) -> None:
+    """Replace what says how positions are rotated by ``rope_theta``; refuse everything but plain RoPE.
+
+    `transformers` 5 writes ``rope_parameters``, earlier versions a ``rope_scaling`` that is null or names a
+    variant by ``rope_type`` or ``type``. Long-context variants (linear, dynamic, yarn, longrope, llama3) turn
+    other angles and scale the scores, so a model would compute nonsense without them.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        given = values.pop(key, None)
+        if given is None:
+            continue
+        known = isinstance(given, dict) and given.keys() <= {"rope_type", "type", "rope_theta"}
+        if not known or any(given.get(name, "default") != "default" for name in ("rope_type", "type")):
+            kind = given.get("rope_type", given.get("type")) if isinstance(given, dict) else None
+            named = f"the RoPE variant {kind!r}" if kind not in (None, "default") else "another RoPE than the plain one"
+            raise UserError(
+                f"{key} asks for {named}, which is not supported: {given!r}",
+                where=where,
+                fix="use a model with plain RoPE; a shorter context does not make up for a variant",
+            )
+        if "rope_theta" in given:
+            values["rope_theta"] = given["rope_theta"]

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, K ``rows_per_token``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,15 +89,25 @@ def row_spaces(config: ModelConfig) -> list[RowSpace]:
     ]
 
 
-def distribute(config: ModelConfig, spaces: list[RowSpace], fetched: list[Tensor | PaddedRows]) -> Rows:
-    """``rows[layer][memory]`` from what each row space fetched for the same tokens."""
+def distribute(
+    config: ModelConfig,
+    spaces: Sequence[RowSpace],
+    fetched: Sequence[Tensor | PaddedRows],
+    layers: Sequence[int] | None = None,
+) -> Rows:
+    """``rows[layer][memory]`` from what each row space fetched for the same tokens.
+
+    Args:
+        layers: only those, which ``spaces`` must feed; by default all.
+    """
     pieces = {
         (member.layer, member.number): piece
         for space, rows in zip(spaces, fetched, strict=True)
         for member, piece in zip(space.members, space.split(rows), strict=True)
     }
-    counts = [sum(layer in placement.layers for placement in config.memories) for layer in range(config.num_hidden_layers)]
-    return [[pieces[layer, number] for number in range(count)] for layer, count in enumerate(counts)]
+    chosen = range(config.num_hidden_layers) if layers is None else layers
+    counts = {layer: sum(layer in placement.layers for placement in config.memories) for layer in chosen}
+    return [[pieces[layer, number] for number in range(count)] for layer, count in counts.items()]
 
 
 def fetched_shape(space: RowSpace, num_tokens: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Also what the harness fetches for a text, against the golden files and the Pytho
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -22,10 +23,12 @@ from hypothesis import strategies as st
 from test_runner import IO_MODES, generate, ids_file, rewrite
 
 from export.graph import ExportConfig, export
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from meki_edge import tokens
 from meki_edge.device import runner
+from meki_edge.device.bundle import open_bundle
 from meki_edge.device.pack import PackConfig, pack
+from meki_edge.device.run import _warm
 from meki_edge.errors import UserError
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.model.checkpoint import load_model
@@ -117,10 +120,10 @@ def test_bench_of_a_mixed_model(io: str, mixed_bundle: Path, text: list[int], tm
     spec = GraphSpec.from_json(json.loads((mixed_bundle / "graph_spec.json").read_text()), mixed_bundle)
     roms = [RomReader(mixed_bundle / rom.file) for rom in spec.roms]
     host = OnnxDecoder(spec, RomReader(mixed_bundle / spec.embedding.file), roms)
-    host.prefill(cpu_session(mixed_bundle / spec.prefill.file), np.array(text[:21]))
-    session = cpu_session(mixed_bundle / spec.decode.file)
+    host.prefill(cpu_sessions(mixed_bundle, spec.prefill), np.array(text[:21]))
+    sessions = cpu_sessions(mixed_bundle, spec.decode)
     fed = text[21 : 21 + 15]
-    assert report["generated_tokens"] == [int(host.decode(session, token).argmax()) for token in fed]
+    assert report["generated_tokens"] == [int(host.decode(sessions, token).argmax()) for token in fed]
     assert report["rom_bytes_per_token"] == sum(
         rom.spec.addressing.rows_per_token * rom.spec.row_stride for rom in roms
     )
@@ -224,6 +227,24 @@ def test_a_spoiled_mixed_bundle_is_a_user_error(
     assert what in caught.value.what
 
 
+def test_a_warm_run_reads_the_rows_of_its_trace_first(mixed_bundle: Path, tmp_path: Path) -> None:
+    """In every file: afterwards they can be read without waiting for the storage."""
+    ids = np.array([5, 3, 5, 9, 200])
+    bundle = open_bundle(mixed_bundle)
+    for rom in bundle.spec.roms:
+        with open(mixed_bundle / rom.file, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    _warm(bundle, Path(ids_file(tmp_path, ids.tolist())))
+    for rom in bundle.spec.roms:
+        with RomReader(mixed_bundle / rom.file) as reader, open(mixed_bundle / rom.file, "rb", buffering=0) as file:
+            row_ids, counts = reader.row_ids(ids)
+            start = 8 + int.from_bytes(file.read(8), "little")
+            for row_id in {int(i) for found, count in zip(row_ids, counts, strict=True) for i in found[:count]}:
+                offset = start + row_id * reader.spec.row_stride
+                assert os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+
+
 # --- What a text needs ------------------------------------------------------------------------------------
 
 
@@ -249,6 +270,28 @@ def test_golden_rows(binary: Path, path: Path, io: str, tmp_path: Path) -> None:
         for found, row_ids in zip(values[before:], case["row_ids"], strict=True):
             assert found[: len(row_ids)].tobytes() == rows[row_ids].tobytes()
             assert not found[len(row_ids) :].any()
+
+
+@pytest.mark.parametrize("io", IO_MODES)
+@pytest.mark.parametrize("file", ["rom", "rom_1", "rom_2"])
+def test_a_fetch_in_batches_is_that_of_all_at_once(
+    binary: Path, mixed_bundle: Path, tmp_path: Path, file: str, io: str
+) -> None:
+    """Token by token, and in batches that do not divide the text; with a cache of rows where there may be one."""
+    rom, ids = mixed_bundle / f"{file}.safetensors", np.random.default_rng(0).integers(30, size=100).tolist()
+    with RomReader(rom) as reader:
+        expected, counts = reader.fetch(np.array(ids))
+    for batch in (1, 7, 1000):
+        command = [binary, "fetch", "--rom", rom, "--ids-file", ids_file(tmp_path, ids), "--io", io]
+        command += ["--batch", str(batch), *([] if io == "mmap" else ["--row-cache-bytes", "20000"])]
+        data = subprocess.run(command, capture_output=True, check=True).stdout
+        for start in range(0, len(ids), batch):
+            count = min(batch, len(ids) - start)
+            size = 4 * expected[0].size * count
+            assert np.frombuffer(data[: 8 * count], "<i8").tolist() == counts[start : start + count].tolist()
+            assert data[8 * count : 8 * count + size] == expected[start : start + count].astype("<f4").tobytes()
+            data = data[8 * count + size :]
+        assert not data
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -60,7 +60,7 @@ def test_a_bundle_holds_all_that_a_device_needs(bundles: dict[str, Path], export
         manifest.verify(directory, found)
         spec = GraphSpec.from_json(json.loads((directory / "graph_spec.json").read_text()), directory)
         for graph in (spec.prefill, spec.decode):
-            session = onnxruntime.InferenceSession(str(directory / graph.file))
+            session = onnxruntime.InferenceSession(str(directory / graph.parts[0].file))
             assert [(i.name, tuple(i.shape)) for i in session.get_inputs()] == [(i.name, i.shape) for i in graph.inputs]
         with safe_open(directory / spec.embedding.file, "np") as file:
             assert file.get_slice("rows").get_shape()[0] == spec.vocab_size
@@ -83,6 +83,8 @@ def test_metrics_are_those_a_comparison_needs(bundles: dict[str, Path], exported
     assert (dense["rom_bytes"], dense["rom_bytes_per_token"], dense["table_precision"]) == (0, 0, None)
     assert meki["rom_bytes"] == (bundles["meki"] / "rom.safetensors").stat().st_size
     assert meki["table_precision"] == "int8"
+    assert dense["rom_bytes_per_token_expected"] == 0
+    assert meki["rom_bytes_per_token_expected"] == quality["rom_bytes_per_token_expected"] > 0
 
 
 def test_a_mixed_bundle_holds_every_rom_file(tmp_path: Path, mixed: tuple[Path, Path, Path]) -> None:
@@ -138,10 +140,11 @@ def test_npu_binaries_come_along(tmp_path: Path, exported: Exported) -> None:
     output = StageOutput(tmp_path / "npu", stage="compile", config={}, inputs={"export": graphs})
     (output.partial / "decode_qnn.bin").write_bytes(b"context")
     (output.partial / "compile.log").write_text("not for a device")
-    output.finish(roles={"decode_qnn.bin": "decode_binary", "compile.log": "compile_log"}, metrics={})
+    output.finish(roles={"decode_qnn.bin": "decode_binary", "compile.log": "compile_log"}, metrics={"chipset": "sm8750"})
     packed = pack(graphs, checkpoint, tmp_path / "bundle", PackConfig(), compiled=tmp_path / "npu")
     assert (tmp_path / "bundle/npu/decode_qnn.bin").read_bytes() == b"context"
     assert [name for name in packed.files if name.startswith("npu/")] == ["npu/decode_qnn.bin"]
+    assert packed.metrics["npu"] == {"chipset": "sm8750", "hexagon_arch": None, "qnn_sdk_version": None}
     other_checkpoint, other_graphs = exported["meki"]
     error = refusal(other_graphs, other_checkpoint, tmp_path / "other", compiled=tmp_path / "npu")
     assert error.what.startswith("this compile was not made from")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from meki_edge import tokens
 from meki_edge.device import runner
 from meki_edge.errors import UserError
@@ -249,9 +249,9 @@ def test_bench_feeds_the_trace(depth: int, bundles: dict[str, Path], text: list[
     with RomReader(bundle / "embedding.safetensors") as embedding, RomReader(bundle / "rom.safetensors") as rom:
         host = OnnxDecoder(spec, embedding, [rom])
         if depth:
-            host.prefill(cpu_session(bundle / spec.prefill.file), np.array(text[:depth]))
-        session = cpu_session(bundle / spec.decode.file)
-        expected = [int(host.decode(session, token).argmax()) for token in text[depth : depth + 9]]
+            host.prefill(cpu_sessions(bundle, spec.prefill), np.array(text[:depth]))
+        sessions = cpu_sessions(bundle, spec.decode)
+        expected = [int(host.decode(sessions, token).argmax()) for token in text[depth : depth + 9]]
         stride, row_bytes = rom.spec.row_stride, rom.spec.row_bytes
     assert report["generated_tokens"] == expected
     assert report["prompt_tokens"] == text[depth : depth + 40]
@@ -261,6 +261,9 @@ def test_bench_feeds_the_trace(depth: int, bundles: dict[str, Path], text: list[
     ]
     assert (report["schema"], report["command"], report["backend"], report["io"]) == (1, "bench", "cpu", "pread")
     assert report["page_cache_dropped"] is True and report["rom_bytes_per_token"] == stride
+    for moment in ("resident_at_start", "resident_at_end"):
+        memory = report[moment]
+        assert 0 < memory["anonymous_bytes"] + memory["file_bytes"] <= memory["rss_bytes"] <= report["peak_rss_bytes"]
     for test in report["tests"]:
         steps = test["steps"]
         assert test["elapsed_us"] == steps[-1]["end_us"] - steps[0]["start_us"]
@@ -332,7 +335,7 @@ BUNDLES: list[tuple[str, Callable[[Path], object], str]] = [
     ("ROM of another tokenizer", lambda b: write_rom(b / "rom.safetensors", [(36, "fp16")], 384), "another tokenizer"),
     (
         "tensor name",
-        lambda b: rewrite(b / "graph_spec.json", lambda s: s["decode"]["inputs"][0].update(name="nothing")),
+        lambda b: rewrite(b / "graph_spec.json", lambda s: s["decode"]["parts"][0]["inputs"][0].update(name="nothing")),
         "nothing",
     ),
 ]

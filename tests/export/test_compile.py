@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from export import qnn_local
+from export.graph import ExportConfig, export
+from export.qnn_jobs import Jobs
 from export.qnn_local import CompileConfig, compile_local, qnn_available
 from meki_edge import manifest
 from meki_edge.errors import UserError
@@ -18,7 +26,16 @@ from meki_edge.manifest import PARTIAL, StageOutput
 
 Exported = dict[str, tuple[Path, Path]]
 CONFIG = CompileConfig(chipset="8 elite", verify_steps=2)
+UNSHARED = dataclasses.replace(CONFIG, share_weights=False)
 needs_qnn = pytest.mark.skipif(not qnn_available(), reason="onnxruntime-qnn has no wheel for this platform")
+
+
+def wrapped(path: Path) -> str:
+    """The binary that a wrapper, which must hold nothing else, names."""
+    (node,) = onnx.load(path).graph.node
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    assert node.op_type == "EPContext"
+    return attributes["ep_cache_context"].decode()
 
 
 @needs_qnn
@@ -32,12 +49,12 @@ def test_compile_simulate_and_resume(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(qnn_local._Jobs, "simulate", interrupted)
-        compile_local(directory, checkpoint, tokens_dir, out, CONFIG)
+        patch.setattr(Jobs, "simulate", interrupted)
+        compile_local(directory, checkpoint, tokens_dir, out, UNSHARED)
     written = {file.name: file.stat().st_mtime_ns for file in (out / PARTIAL).iterdir()}
     assert {"decode_qnn.bin", "decode_ctx.onnx", "prefill_qnn.bin", "prefill_ctx.onnx"} < set(written)
 
-    made = compile_local(directory, checkpoint, tokens_dir, out, CONFIG)
+    made = compile_local(directory, checkpoint, tokens_dir, out, UNSHARED)
     assert {name: entry.role for name, entry in made.files.items()} == {
         "compile.log": "compile_log",
         "decode_ctx.onnx": "decode_context",
@@ -50,20 +67,128 @@ def test_compile_simulate_and_resume(
         binary = out / f"{name}_qnn.bin"
         assert binary.stat().st_mtime_ns == written[binary.name], "a finished graph was compiled again"
         assert made.metrics[f"{name}_binary_bytes"] == binary.stat().st_size > 10_000
-        (node,) = onnx.load(out / f"{name}_ctx.onnx").graph.node
-        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-        assert node.op_type == "EPContext" and attributes["ep_cache_context"].decode() == binary.name
+        assert wrapped(out / f"{name}_ctx.onnx") == binary.name
         assert made.metrics[f"simulator_{name}_min_cosine"] > 0.999
         assert made.metrics[f"simulator_{name}_max_abs_error"] < 0.2
     assert made.metrics["simulator_prefill_tokens"] == 16 and made.metrics["simulator_decode_tokens"] == 2
     assert (made.metrics["chipset"], made.metrics["hexagon_arch"]) == ("sm8750", "v79")
+    assert (made.metrics["precision"], made.metrics["parts"]) == ("fp16", 1)
     assert made.metrics["qnn_sdk_version"].startswith("v2.") and "onnxruntime-qnn" in made.versions
     assert made.metrics["decode_compile_peak_rss_bytes"] > 50_000_000
 
-    same = CompileConfig(chipset="SM8750", verify_steps=2)
+    same = dataclasses.replace(UNSHARED, chipset="SM8750")
     assert compile_local(directory, checkpoint, tokens_dir, out, same) == made
     with pytest.raises(UserError, match="config.chipset was 'sm8750' and is now 'sm8650'"):
-        compile_local(directory, checkpoint, tokens_dir, out, CompileConfig(chipset="sm8650", verify_steps=2))
+        compile_local(directory, checkpoint, tokens_dir, out, dataclasses.replace(UNSHARED, chipset="sm8650"))
+
+
+@needs_qnn
+def test_parts_share_their_weights(
+    tmp_path: Path, tokens_dir: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two parts with a float16 cache: checked apart, then a binary a part; resumed in the middle of the last step."""
+    checkpoint, out = exported["meki"][0], tmp_path / "npu"
+    shapes = ExportConfig(context_length=48, prefill_tokens=16, verify_tokens=20, parts=2, kv_dtype="float16")
+    export(checkpoint, tokens_dir, tmp_path / "export", shapes)
+    compile_one = Jobs.compile
+
+    def interrupted(jobs: Jobs, models: list[Path], directory: Path, binary: str) -> dict:
+        if binary == "model_1":
+            raise KeyboardInterrupt
+        return compile_one(jobs, models, directory, binary)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Jobs, "compile", interrupted)
+        compile_local(tmp_path / "export", checkpoint, tokens_dir, out, CONFIG)
+    first = (out / PARTIAL / "model_0_qnn.bin").stat().st_mtime_ns
+    made = compile_local(tmp_path / "export", checkpoint, tokens_dir, out, CONFIG)
+    assert (out / "model_0_qnn.bin").stat().st_mtime_ns == first, "a finished part was compiled again"
+    assert {name: entry.role for name, entry in made.files.items()} == {
+        "compile.log": "compile_log",
+        **{f"{g}_{i}_ctx.onnx": f"{g}_context_{i}" for g in ("prefill", "decode") for i in range(2)},
+        **{f"model_{i}_qnn.bin": f"model_binary_{i}" for i in range(2)},
+    }
+    assert {file.name for file in out.iterdir()} == {*made.files, manifest.FILE_NAME}
+    for graph in ("prefill", "decode"):
+        assert made.metrics[f"simulator_{graph}_min_cosine"] > 0.999
+        for index in range(2):
+            assert wrapped(out / f"{graph}_{index}_ctx.onnx") == f"model_{index}_qnn.bin"
+    for index in range(2):
+        shared = made.metrics[f"model_{index}_binary_bytes"]
+        alone = [made.metrics[f"{graph}_{index}_binary_bytes"] for graph in ("prefill", "decode")]
+        assert shared == (out / f"model_{index}_qnn.bin").stat().st_size < sum(alone)
+    log = (out / "compile.log").read_text()
+    assert "compiling decode_1.onnx and prefill_1.onnx for sm8750" in log and "simulator's check" in log
+
+
+@needs_qnn
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent is killed by a signal that it cannot catch, while the worker is busy."""
+    site, pid = tmp_path / "site", tmp_path / "pid"
+    site.mkdir()
+    (site / "onnxruntime_qnn.py").write_text(
+        "import os, pathlib, time\n\n\ndef get_library_path():\n"
+        f"    pathlib.Path({str(pid)!r}).write_text(f'{{os.getpid()}} ')\n    time.sleep(600)\n"
+    )
+    script = (
+        "from pathlib import Path\nfrom export.qnn_jobs import Jobs\nfrom export.targets import chip\n"
+        f"Jobs(Path({str(tmp_path)!r}), chip('sm8750'), 1).compile([Path('x.onnx')], Path({str(tmp_path)!r}), 'x')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, cwd=Path(__file__).parents[2]) as parent:
+        try:
+            _await(lambda: pid.exists() and pid.read_text().endswith(" "))
+        finally:
+            parent.kill()
+    status = Path(f"/proc/{int(pid.read_text())}/stat")
+    _await(lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it does not happen")
+
+
+@needs_qnn
+def test_a_part_that_devices_refuse(
+    tmp_path: Path, tokens_dir: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, directory = exported["dense"]
+    monkeypatch.setattr(qnn_local, "LIMIT_BYTES", 50_000)
+    with pytest.raises(UserError, match="devices are said to take 2 GB a binary") as caught:
+        compile_local(directory, checkpoint, tokens_dir, tmp_path / "npu", CONFIG)
+    assert caught.value.where.endswith("decode.onnx") and "export again with --parts 3 or more" in caught.value.fix
+    assert not list((tmp_path / "npu").rglob("*.bin"))
+
+
+def test_which_graphs_compute_in_float(tmp_path: Path, exported: Exported) -> None:
+    pytest.importorskip("onnxruntime_qnn")
+    from export.qnn_worker import computes_in_float
+
+    assert computes_in_float(exported["dense"][1] / "decode.onnx")
+    value = helper.make_tensor_value_info
+    for quantized in (True, False):
+        nodes = [helper.make_node("DequantizeLinear", ["x", "s", "z"], ["a"])] if quantized else []
+        nodes.append(helper.make_node("MatMul", ["a" if quantized else "x", "w"], ["y"]))
+        model = helper.make_model(
+            helper.make_graph(
+                nodes,
+                "product",
+                [value("x", TensorProto.UINT16 if quantized else TensorProto.FLOAT, [1, 2])],
+                [value("y", TensorProto.FLOAT, [1, 2])],
+                [
+                    numpy_helper.from_array(np.float32(1), "s"),
+                    numpy_helper.from_array(np.uint16(0), "z"),
+                    numpy_helper.from_array(np.eye(2, dtype=np.float32), "w"),
+                ],
+            )
+        )
+        onnx.save(model, tmp_path / "product.onnx")
+        assert computes_in_float(tmp_path / "product.onnx") != quantized
 
 
 @needs_qnn

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers import Qwen3ForCausalLM
 
 from export.graph import ExportConfig, export
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, cpu_session, cpu_sessions
 from meki_edge import graph_spec, manifest
 from meki_edge.files import read_json
 from meki_edge.graph_spec import GraphSpec
@@ -46,9 +46,9 @@ def decoder_of(checkpoint: Path, directory: Path) -> OnnxDecoder:
 def run_onnx(checkpoint: Path, directory: Path, ids: np.ndarray, num_prompt: int) -> np.ndarray:
     """Logits of prefill (``num_prompt`` tokens) and cached decode (the rest)."""
     decoder = decoder_of(checkpoint, directory)
-    prefill = decoder.prefill(cpu_session(directory / "prefill.onnx"), ids[:num_prompt])
-    session = cpu_session(directory / "decode.onnx")
-    return np.stack([*prefill, *(decoder.decode(session, token) for token in ids[num_prompt:])])
+    prefill = decoder.prefill(cpu_sessions(directory, decoder.spec.prefill), ids[:num_prompt])
+    sessions = cpu_sessions(directory, decoder.spec.decode)
+    return np.stack([*prefill, *(decoder.decode(sessions, token) for token in ids[num_prompt:])])
 
 
 @torch.inference_mode()
@@ -108,7 +108,8 @@ def test_spec_is_what_the_files_say(exported: Exported, tokens_dir: Path, arm: s
     checkpoint, directory = exported[arm]
     spec = spec_of(directory)
     for graph in (spec.prefill, spec.decode):
-        session = cpu_session(directory / graph.file)
+        (part,) = graph.parts
+        session = cpu_session(directory / part.file)
         for listed, real in ((graph.inputs, session.get_inputs()), (graph.outputs, session.get_outputs())):
             assert [(t.name, list(t.shape)) for t in listed] == [(t.name, t.shape) for t in real]
             assert {t.type for t in real} == {"tensor(float)"} and {t.dtype for t in listed} == {"float32"}

@@ -11,7 +11,7 @@ import torch
 from conftest import MIXED, tiny_config, write_checkpoint
 
 from export.graph import ExportConfig, export
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from export.qnn_local import CompileConfig, compile_local, qnn_available
 from meki_edge import graph_spec
 from meki_edge.files import read_json
@@ -64,7 +64,7 @@ def assert_graphs_are_the_model(trained: Path, folded: Path, exported: Path, ids
     with torch.inference_mode():
         expected = load_model(trained)(torch.from_numpy(ids)[None])[0].numpy()
     decoder = decoder_of(folded, exported)
-    prefill, decode = (cpu_session(exported / graph.file) for graph in (decoder.spec.prefill, decoder.spec.decode))
+    prefill, decode = (cpu_sessions(exported, graph) for graph in decoder.spec.graphs.values())
     pieces = [
         decoder.prefill(prefill, ids[:19]),
         decoder.prefill(prefill, ids[19:21]),
@@ -107,7 +107,7 @@ def test_the_spec_of_a_mixed_model(mixed: tuple[Path, Path, Path]) -> None:
         ("rom_3.safetensors", "ngram_hash", 4, 4),
     ]
     for graph, count in ((spec.prefill, 16), (spec.decode, 1)):
-        model = onnx.load(exported / graph.file, load_external_data=False).graph
+        model = onnx.load(exported / graph.parts[0].file, load_external_data=False).graph
         for listed, real in ((graph.inputs, model.input), (graph.outputs, model.output)):
             shapes = {value.name: tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in real}
             assert {tensor.name: tensor.shape for tensor in listed} == shapes

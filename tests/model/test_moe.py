@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from export.graph import ExportConfig, export
-from export.onnx_decoder import OnnxDecoder, cpu_session
+from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from export.qnn_local import CompileConfig, compile_local, qnn_available
 from meki_edge import manifest
 from meki_edge.device import runner
@@ -275,9 +275,9 @@ def test_onnx_runtime_equals_pytorch(exported: tuple[Path, Path], tokens_dir: Pa
     spec = opened(graphs)
     with RomReader(graphs / "embedding.safetensors") as embedding:
         decoder = OnnxDecoder(spec, embedding, [])
-        found = [decoder.prefill(cpu_session(graphs / "prefill.onnx"), ids[:25])]
-        session = cpu_session(graphs / "decode.onnx")
-        found += [decoder.decode(session, token)[None] for token in ids[25:]]
+        found = [decoder.prefill(cpu_sessions(graphs, spec.prefill), ids[:25])]
+        sessions = cpu_sessions(graphs, spec.decode)
+        found += [decoder.decode(sessions, token)[None] for token in ids[25:]]
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 

@@ -1,0 +1,74 @@
+#include "ort_graph.h"
+
+#include <utility>
+
+namespace meki {
+
+namespace {
+
+ONNXTensorElementDataType element_type(DType dtype) {
+    switch (dtype) {
+        case DType::float32:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
+        case DType::float16:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
+        case DType::uint8:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+        case DType::int8:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+        case DType::uint16:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
+        case DType::int16:
+            return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT16;
+    }
+    return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+}
+
+class OrtGraph final : public Graph {
+public:
+    OrtGraph(std::string path, Ort::Session session)
+        : path_(std::move(path)),
+          memory_(Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault)),
+          session_(std::move(session)),
+          binding_(session_) {}
+
+    void bind_input(const TensorSpec& tensor, void* data) override {
+        translated(path_, [&] { binding_.BindInput(tensor.name.c_str(), wrap(tensor, data)); });
+    }
+
+    void bind_output(const TensorSpec& tensor, void* data) override {
+        translated(path_, [&] { binding_.BindOutput(tensor.name.c_str(), wrap(tensor, data)); });
+    }
+
+    void run() override {
+        translated(path_, [&] { session_.Run(run_options_, binding_); });
+    }
+
+private:
+    // A tensor over the caller's memory; the binding keeps it.
+    Ort::Value wrap(const TensorSpec& tensor, void* data) const {
+        return Ort::Value::CreateTensor(memory_, data, tensor.num_elements() * tensor.type.size(), tensor.shape.data(),
+                                        tensor.shape.size(), element_type(tensor.type.dtype));
+    }
+
+    std::string path_;
+    Ort::MemoryInfo memory_;
+    Ort::Session session_;
+    Ort::IoBinding binding_;
+    Ort::RunOptions run_options_;
+};
+
+}  // namespace
+
+Ort::Env make_env(int threads) {
+    Ort::ThreadingOptions options;
+    options.SetGlobalIntraOpNumThreads(threads);
+    options.SetGlobalInterOpNumThreads(1);
+    return {options, ORT_LOGGING_LEVEL_ERROR, "meki-runner"};
+}
+
+std::unique_ptr<Graph> make_graph(const std::string& path, Ort::Session session) {
+    return translated(path, [&] { return std::make_unique<OrtGraph>(path, std::move(session)); });
+}
+
+}  // namespace meki

@@ -1,0 +1,166 @@
+/* The C API from C11: without arguments its errors, with them a generation that prints what it chose.
+ *
+ *     test_c_api BUNDLE ORT_LIBRARY COUNT ID...
+ *
+ * prints COUNT new ids after the prompt ID..., once a line, and then checks statistics, reset and a full context.
+ */
+#include <meki_runner.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static int failures = 0;
+
+#define CHECK(condition)                                                     \
+    do {                                                                     \
+        if (!(condition)) {                                                  \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            ++failures;                                                      \
+        }                                                                    \
+    } while (0)
+
+static int says(const char* text) { return strstr(meki_last_error(), text) != NULL; }
+
+static meki_options filled(const char* bundle, const char* library) {
+    meki_options options;
+    meki_default_options(&options);
+    options.bundle = bundle;
+    options.ort_library = library;
+    return options;
+}
+
+static void test_refused_options(void) {
+    meki_runner* runner = (meki_runner*)&failures;
+    meki_options options = filled("nowhere", "nowhere.so");
+    CHECK(meki_open(NULL, &runner) == MEKI_ERROR_ARGUMENT && runner == NULL);
+    CHECK(meki_open(&options, NULL) == MEKI_ERROR_ARGUMENT);
+    options.struct_size = 1;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("meki_default_options"));
+    options = filled(NULL, "nowhere.so");
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("null"));
+    options = filled("nowhere", "nowhere.so");
+    options.threads = 0;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("threads is 0"));
+    options = filled("nowhere", "nowhere.so");
+    options.io = 3;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("io is 3"));
+    options = filled("nowhere", "nowhere.so");
+    options.io = MEKI_IO_MMAP;
+    options.row_cache_bytes = 1;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("row_cache_bytes"));
+    options = filled("nowhere", "nowhere.so");
+    options.compute = MEKI_COMPUTE_NPU;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("qnn_library"));
+    options.compute = 2;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("compute is 2"));
+    options = filled("nowhere", "nowhere.so");
+    options.top_p = 1.5;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("top_p"));
+    options = filled("nowhere", "nowhere.so");
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_LIBRARY && says("cannot load ONNX Runtime"));
+    CHECK(runner == NULL && strchr(meki_last_error(), '\n') == NULL);
+}
+
+static void test_null_runners(void) {
+    const uint32_t id = 0;
+    meki_stats_data stats = {0};
+    CHECK(meki_prefill(NULL, &id, 1, NULL) == MEKI_ERROR_ARGUMENT);
+    CHECK(meki_step(NULL, 0, NULL) == MEKI_ERROR_ARGUMENT);
+    CHECK(meki_stats(NULL, &stats) == MEKI_ERROR_ARGUMENT);
+    CHECK(meki_reset(NULL) == MEKI_ERROR_ARGUMENT);
+    CHECK(meki_logits(NULL) == NULL && meki_vocab_size(NULL) == 0 && meki_length(NULL) == 0);
+    CHECK(meki_context_length(NULL) == 0);
+    meki_close(NULL);
+    meki_default_options(NULL);
+    CHECK(strlen(meki_version()) > 0);
+}
+
+/* Feeds the prompt and `count` - 1 of the tokens chosen after it. */
+static void generate(meki_runner* runner, const uint32_t* prompt, size_t length, uint32_t* chosen, size_t count) {
+    CHECK(meki_prefill(runner, prompt, length, &chosen[0]) == MEKI_OK);
+    for (size_t i = 1; i < count; ++i) {
+        CHECK(meki_step(runner, chosen[i - 1], &chosen[i]) == MEKI_OK);
+    }
+    CHECK(meki_length(runner) == length + count - 1);
+}
+
+static void test_statistics(const meki_runner* runner, size_t length, size_t count) {
+    meki_stats_data stats = {0};
+    CHECK(meki_stats(runner, &stats) == MEKI_ERROR_ARGUMENT);
+    stats.struct_size = sizeof stats;
+    CHECK(meki_stats(runner, &stats) == MEKI_OK);
+    CHECK(stats.prefill_tokens == length && stats.step_tokens == count - 1);
+    CHECK(stats.load_us > 0 && stats.prefill_us > 0 && stats.step_us > 0);
+    CHECK(stats.run_us > 0 && stats.run_us <= stats.prefill_us + stats.step_us);
+    CHECK((stats.rows_read > 0) == (stats.bytes_read > 0) && stats.stall_us <= stats.prefill_us + stats.step_us);
+}
+
+/* A refusal leaves the runner as it was. */
+static void test_refusals(meki_runner* runner, uint32_t id) {
+    const uint32_t outside = (uint32_t)meki_vocab_size(runner);
+    const size_t length = meki_length(runner);
+    const size_t room = meki_context_length(runner) - length;
+    uint32_t* many = malloc((room + 1) * sizeof *many);
+    for (size_t i = 0; i <= room; ++i) {
+        many[i] = id;
+    }
+    CHECK(meki_step(runner, outside, NULL) == MEKI_ERROR_ARGUMENT && says("is out of range"));
+    CHECK(meki_prefill(runner, many, 0, NULL) == MEKI_ERROR_ARGUMENT);
+    CHECK(meki_prefill(runner, many, room + 1, NULL) == MEKI_ERROR_CONTEXT_FULL && says("do not fit"));
+    CHECK(meki_length(runner) == length);
+    CHECK(meki_prefill(runner, many, room, NULL) == MEKI_OK);
+    CHECK(meki_step(runner, id, NULL) == MEKI_ERROR_CONTEXT_FULL);
+    free(many);
+}
+
+static void test_bundle(const char* bundle, const char* library, size_t count, const uint32_t* prompt, size_t length) {
+    meki_runner* runner = NULL;
+    meki_runner* other = NULL;
+    meki_options options = filled("nowhere", library);
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_BUNDLE && runner == NULL && says("nowhere"));
+    options.bundle = bundle;
+    if (meki_open(&options, &runner) != MEKI_OK) {
+        fprintf(stderr, "%s\n", meki_last_error());
+        ++failures;
+        return;
+    }
+    uint32_t* chosen = malloc(2 * count * sizeof *chosen);
+    CHECK(meki_logits(runner) == NULL);
+    generate(runner, prompt, length, chosen, count);
+    for (size_t i = 0; i < count; ++i) {
+        printf("%u\n", (unsigned)chosen[i]);
+    }
+    const float* logits = meki_logits(runner);
+    for (size_t id = 0; id < meki_vocab_size(runner); ++id) {
+        CHECK(logits[id] <= logits[chosen[count - 1]]);
+    }
+    test_statistics(runner, length, count);
+    CHECK(meki_reset(runner) == MEKI_OK && meki_length(runner) == 0 && meki_logits(runner) == NULL);
+    generate(runner, prompt, length, chosen + count, count);
+    CHECK(memcmp(chosen, chosen + count, count * sizeof *chosen) == 0);
+    options.io = MEKI_IO_MMAP; /* a second runner, with its own tokens */
+    CHECK(meki_open(&options, &other) == MEKI_OK);
+    generate(other, prompt, length, chosen + count, count);
+    CHECK(memcmp(chosen, chosen + count, count * sizeof *chosen) == 0);
+    test_refusals(runner, prompt[0]);
+    meki_close(other);
+    meki_close(runner);
+    options.ort_library = "another.so";
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_LIBRARY && says("already"));
+    free(chosen);
+}
+
+int main(int argc, char** argv) {
+    test_refused_options();
+    test_null_runners();
+    if (argc > 4) {
+        const size_t length = (size_t)argc - 4;
+        uint32_t* prompt = malloc(length * sizeof *prompt);
+        for (size_t i = 0; i < length; ++i) {
+            prompt[i] = (uint32_t)strtoul(argv[i + 4], NULL, 10);
+        }
+        test_bundle(argv[1], argv[2], (size_t)strtoul(argv[3], NULL, 10), prompt, length);
+        free(prompt);
+    }
+    return failures == 0 ? 0 : 1;
+}
