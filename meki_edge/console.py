@@ -22,6 +22,8 @@ from rich.table import Table
 
 from meki_edge.errors import UserError
 
+WIDE = 400  # columns; no table is wider
+
 stdout = Console(highlight=False)
 stderr = Console(stderr=True, highlight=False)
 
@@ -66,6 +68,11 @@ def show_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*map(_escape, row))
     stdout.print(table)
+
+
+def show_wide(table: Table) -> None:
+    """A table whose lines stay whole, however narrow the terminal is (stdout)."""
+    Console(highlight=False, width=max(stdout.width, WIDE)).print(table)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

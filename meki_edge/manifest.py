@@ -284,6 +284,9 @@ class StageOutput:
     def _refuse_if_different(self, existing: dict[str, Any], noun: str) -> None:
         difference = _first_difference(existing, self._identity(), "")
         if difference is not None:
+            for role, entry in self._inputs.items():
+                if difference.startswith(f"inputs.{role} was"):
+                    difference += f": {entry.path} has changed"
             raise UserError(
                 f"the directory holds the {noun} of another run: {difference}",
                 where=self.directory,

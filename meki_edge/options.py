@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +19,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 Tokens = Annotated[Path, typer.Argument(help="Output of `meki-edge tokenize`.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Output of `meki-edge train` or `meki-edge reparam`.")]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, max=1024, help="Threads of the graph.")]
+Serial = Annotated[str | None, typer.Option("--serial", "-s", help="The phone, as `adb devices` calls it (default: the only one).")]
+Target = Annotated[str, typer.Option("--target", help="The folder on the phone.")]
 MemoryOption = Annotated[
     list[str] | None, typer.Option("--memory-option", help="name=value, such as memory_dim=128; may be repeated.")
 ]
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
+class Place(StrEnum):
+    """Where the harness runs."""
+
+    host = "host"
+    adb = "adb"
+
+
+class Compute(StrEnum):
+    """What computes the graphs on a phone."""
+
+    cpu = "cpu"
+    npu = "npu"
+
+
+class OutputFormat(StrEnum):
+    """What `run` prints."""
+
+    table = "table"
+    md = "md"
+    json = "json"
+    jsonl = "jsonl"
+    csv = "csv"
+
+
+def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
     """``"0,2-5"`` → (0, 2, 3, 4, 5).
 
     Raises:
@@ -34,7 +61,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         valid = first.isdecimal() and (last.isdecimal() if dash else True)
         if not valid or not int(first) <= int(last or first) <= MAX_LAYER:
-            raise UserError(f"{text!r} is not a list of layers", where="--memory-layers", fix="write it as 0,2-5")
+            raise UserError(f"{text!r} is not a list of layers", where=option, fix="write it as 0,2-5")
         layers.extend(range(int(first), int(last or first) + 1))
     return tuple(layers)
 

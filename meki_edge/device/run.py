@@ -5,17 +5,20 @@ cached, ``pp`` prefills ``prompt_tokens`` and ``tg`` feeds ``generate_tokens``, 
 measures each arm once, in a process of its own, and every second round reverses the order
 (ABBA…), so that a machine that drifts cannot decide the result; arms are then compared round by
 round. An interrupted run resumes at the first round that is not whole: a pair is never measured
-hours apart.
+hours apart. Thermal zones and clocks are noted before and after each measurement, where the
+system shows them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meki_edge import console, manifest, tokens
 from meki_edge.config import to_dict
@@ -24,11 +27,13 @@ from meki_edge.device.bundle import Bundle, open_bundle
 from meki_edge.errors import UserError
 from meki_edge.files import read_json, write_json, write_text
 from meki_edge.manifest import Manifest, StageOutput
+from meki_edge.rom.reader import RomReader
 
 STAGE = "run"
-SCHEMA = 1
+SCHEMA = 2  # of results.json
 RESULTS = "results.json"
 TRACE = "raw/trace.txt"
+WARM_ROWS = 1024  # read at a time to warm the page cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +52,13 @@ class RunConfig:
     """Threads of the graph; None takes one a core."""
     io: str = "pread"
     """How rows are read: pread, direct or mmap."""
-    drop_page_cache: bool = True
-    """Drop the ROM file from the page cache first, so that rows come from storage."""
+    cold: bool = True
+    """Drop the ROM files from the page cache before each test, so that rows come from storage; else
+    read the rows of the trace into it first, so that they come from memory."""
+    row_cache_bytes: int = 0
+    """Memory of the harness's own cache of rows; 0: none. Not with ``mmap``."""
+    cores: str = "big"
+    """Where the harness runs: ``big`` keeps off the slowest cores, where a processor has several kinds; ``all``."""
 
 
 def run(bundles: list[Path], tokens_dir: Path, out: Path, config: RunConfig, *, force: bool = False) -> Manifest:
@@ -61,7 +71,7 @@ def run(bundles: list[Path], tokens_dir: Path, out: Path, config: RunConfig, *, 
     config = dataclasses.replace(config, threads=os.cpu_count() if config.threads is None else config.threads)
     opened = [open_bundle(directory) for directory in bundles]
     shards = tokens.open_shards(tokens_dir)
-    _check(opened, shards, config)
+    check(opened, shards, config)
     output = StageOutput(
         out,
         stage=STAGE,
@@ -76,19 +86,26 @@ def run(bundles: list[Path], tokens_dir: Path, out: Path, config: RunConfig, *, 
     )
     if output.complete is not None:
         return output.complete
-    trace = output.partial / TRACE
+    trace = write_trace(output.partial, shards, config)
+    names, raw = measure(opened, output.partial, config, lambda arm, _: _bench(arm, trace, config))
+    return finish(output, summarize(opened, raw, names, config))
+
+
+def write_trace(partial: Path, shards: tokens.TokenShards, config: RunConfig) -> Path:
+    """The ids that every arm is fed, as a file of the run."""
+    trace = partial / TRACE
     write_text(trace, "\n".join(map(str, shards.validation[: _trace_tokens(config)])) + "\n")
-    names = _measure(opened, trace, output.partial, config)
-    raw = {arm.name: [read_json(output.partial / name) for name in names[arm.name]] for arm in opened}
-    results = summarize(opened, raw, names, config)
+    return trace
+
+
+def finish(output: StageOutput, results: dict[str, Any]) -> Manifest:
+    """Write ``results.json`` and the manifest."""
     write_json(output.partial / RESULTS, results)
-    return output.finish(
-        roles={RESULTS: "results", TRACE: "trace", **{name: "raw" for arm in opened for name in names[arm.name]}},
-        metrics=_metrics(results),
-    )
+    raw = {name: "raw" for arm in results["arms"] for name in arm["raw"]}
+    return output.finish(roles={RESULTS: "results", TRACE: "trace", **raw}, metrics=_metrics(results))
 
 
-def _check(arms: list[Bundle], shards: tokens.TokenShards, config: RunConfig) -> None:
+def check(arms: list[Bundle], shards: tokens.TokenShards, config: RunConfig) -> None:
     """Everything that can be known before the first measurement."""
     if not arms:
         raise UserError("no bundle is given", where="run", fix="name the bundles to measure, the baseline first")
@@ -135,8 +152,21 @@ def _trace_tokens(config: RunConfig) -> int:
     return config.depth + max(config.prompt_tokens, config.generate_tokens)
 
 
-def _measure(arms: list[Bundle], trace: Path, partial: Path, config: RunConfig) -> dict[str, list[str]]:
-    """Run what is missing; the names of each arm's raw files, by round."""
+def measure(
+    arms: list[Bundle],
+    partial: Path,
+    config: RunConfig,
+    bench: Callable[[Bundle, Callable[[str], None]], dict[str, Any]],
+) -> tuple[dict[str, list[str]], dict[str, list[dict[str, Any]]]]:
+    """Run what is missing.
+
+    Args:
+        bench: makes one repetition of an arm and returns its report; it may show words beside the
+            progress bar by the function that it is given.
+
+    Returns:
+        Each arm's raw files and their contents, by round.
+    """
     names = {arm.name: [f"raw/{index:03d}-{arm.name}.json" for index in range(config.repetitions)] for arm in arms}
     with console.progress("{task.fields[arm]}") as bar:
         task = bar.add_task("measuring", total=config.repetitions * len(arms), arm="")
@@ -146,18 +176,38 @@ def _measure(arms: list[Bundle], trace: Path, partial: Path, config: RunConfig) 
                 continue
             for arm in arms if index % 2 == 0 else reversed(arms):
                 bar.update(task, arm=arm.name)
-                _bench(arm, trace, partial / names[arm.name][index], config)
+                report = bench(arm, lambda words: bar.update(task, arm=words))
+                write_json(partial / names[arm.name][index], report)
                 bar.advance(task)
-    return names
+    return names, {arm.name: [read_json(partial / name) for name in names[arm.name]] for arm in arms}
 
 
-def _bench(arm: Bundle, trace: Path, target: Path, config: RunConfig) -> None:
-    """One repetition in a process of its own; its first step is untimed (``--warmup``)."""
+def bench_arguments(arm: Bundle, trace: Path, config: RunConfig) -> list[str]:
+    """The harness's command for one repetition; its first step is untimed (``--warmup``)."""
     arguments = ["bench", "--bundle", str(arm.directory), "--trace-file", str(trace)]
-    for flag in ("prompt_tokens", "generate_tokens", "depth", "threads", "io"):
+    for flag in ("prompt_tokens", "generate_tokens", "depth", "threads", "cores", "io", "row_cache_bytes"):
         arguments += [f"--{flag.replace('_', '-')}", str(getattr(config, flag))]
-    arguments += ["--warmup", "1", *(["--drop-page-cache"] if config.drop_page_cache else [])]
-    write_json(target, runner.run_json(arguments))
+    return [*arguments, "--warmup", "1", *(["--drop-page-cache"] if config.cold else [])]
+
+
+def _bench(arm: Bundle, trace: Path, config: RunConfig) -> dict[str, Any]:
+    """One repetition on this machine, in a process of its own."""
+    if not config.cold:
+        _warm(arm, trace)
+    before = host.conditions()
+    report = runner.run_json(bench_arguments(arm, trace, config))
+    return {**report, "conditions": {"before": before, "after": host.conditions()}}
+
+
+def _warm(arm: Bundle, trace: Path) -> None:
+    """Read the rows of the trace into the page cache."""
+    ids = np.array(trace.read_text(encoding="utf-8").split(), np.int64)
+    for rom in arm.spec.roms:
+        with RomReader(arm.directory / rom.file) as reader:
+            row_ids, counts = reader.row_ids(ids)
+            wanted = np.unique(row_ids[np.arange(row_ids.shape[1]) < counts[:, None]])
+            for start in range(0, len(wanted), WARM_ROWS):
+                reader.raw(wanted[start : start + WARM_ROWS])
 
 
 def summarize(
@@ -177,7 +227,9 @@ def summarize(
                 for index, test in enumerate(raw[arm.name][0]["tests"])
             },
             "load_us": stats.samples([report["load_us"] for report in raw[arm.name]]),
-            "peak_rss_bytes": max(report["peak_rss_bytes"] for report in raw[arm.name]),
+            **_memory(raw[arm.name]),
+            "ttft_us": _time_to_first_token(raw[arm.name]),
+            "conditions": _conditions(raw[arm.name]),
             "raw": names[arm.name],
         }
         for arm in arms
@@ -185,7 +237,7 @@ def summarize(
     return {
         "schema": SCHEMA,
         "host": host.facts(),
-        "runner": {key: first[key] for key in ("runner_version", "backend", "ort_version", "threads", "io")},
+        "runner": {key: first[key] for key in ("runner_version", "backend", "ort_version", "threads", "cores", "io")},
         "config": to_dict(config),
         "arms": entries,
         "ratios": [
@@ -193,7 +245,7 @@ def summarize(
             for other in entries[1:]
             for test in other["tests"]
         ],
-        "notes": _notes(config),
+        "notes": _notes(config, entries),
     }
 
 
@@ -230,9 +282,46 @@ def _summarize_test(repetitions: list[dict[str, Any]]) -> dict[str, Any]:
         "stall_us_per_token": per_token("stall_us"),
         "stall_share": sum(step["stall_us"] for step in steps) / sum(r["elapsed_us"] for r in repetitions),
         "bytes_read_per_token": sum(step["bytes_read"] for step in steps) / num_tokens,
+        "cache_hit_share": stats.share(sum(s["cache_hits"] for s in steps), sum(s["rows_read"] for s in steps)),
     }
 
 
-def _notes(config: RunConfig) -> list[str]:
+def _memory(reports: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Resident memory, the largest over the rounds: of the whole process (loading maps every weight
+    once), when the tests were done, and what it grew by from the first timed step to then."""
+    return {
+        "peak_rss_bytes": max(report["peak_rss_bytes"] for report in reports),
+        "rss_bytes": max(report["resident_at_end"]["rss_bytes"] for report in reports),
+        "pss_bytes": max((report["pss_bytes"] for report in reports if report.get("pss_bytes")), default=None),
+        "rss_file_bytes": max(report["resident_at_end"]["file_bytes"] for report in reports),
+        "rss_growth_bytes": max(
+            report["resident_at_end"]["rss_bytes"] - report["resident_at_start"]["rss_bytes"] for report in reports
+        ),
+    }
+
+
+def _time_to_first_token(reports: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """From a prompt's ids to its logits, once the bundle is loaded: the prefill test's time; None without one."""
+    prefills = [test["elapsed_us"] for report in reports for test in report["tests"] if test["test"].startswith("pp")]
+    return stats.samples(prefills) if prefills else None
+
+
+def _conditions(reports: list[dict[str, Any]]) -> dict[str, float | None]:
+    """The hottest zone and the slowest core seen before or after a round; None where the system shows none."""
+    seen = [moment for report in reports for moment in report["conditions"].values()]
+    degrees = [value for moment in seen for value in (moment["temperatures"] or {}).values()]
+    clocks = [value for moment in seen for value in (moment["clocks"] or {}).values()]
+    return {"hottest_celsius": max(degrees, default=None), "slowest_clock_mhz": min(clocks, default=None)}
+
+
+def _notes(config: RunConfig, arms: list[dict[str, Any]]) -> list[str]:
     """What a reader of the figures must know."""
-    return [] if config.drop_page_cache else ["The page cache was left as it was: rows may have come from memory."]
+    notes = []
+    if not config.cold:
+        past = "; but --io direct reads past it, from storage" if config.io == "direct" else ""
+        notes.append(f"Rows were warm: the trace's were read into the page cache before each round{past}.")
+    shown = {"temperatures": "hottest_celsius", "CPU clocks": "slowest_clock_mhz"}
+    missing = [name for name, key in shown.items() if all(arm["conditions"][key] is None for arm in arms)]
+    if missing:
+        notes.append(f"This system shows no {' and no '.join(missing)}.")
+    return notes

@@ -84,7 +84,7 @@ def _run(arguments: list[str], on_token: Callable[[int], None] | None) -> None:
     keep = False
     try:
         with os.fdopen(handle, "wb") as stderr:
-            status = _stream(command, stderr.fileno(), on_token)
+            status = stream(command, stderr.fileno(), on_token)
         if status != 0:
             keep = status < 0
             raise _failure(status, log, arguments[0])
@@ -93,8 +93,8 @@ def _run(arguments: list[str], on_token: Callable[[int], None] | None) -> None:
             log.unlink(missing_ok=True)
 
 
-def _stream(command: list[str], stderr: int, on_token: Callable[[int], None] | None) -> int:
-    """The exit status of ``command``, or minus the signal that ended it."""
+def stream(command: list[str], stderr: int, on_token: Callable[[int], None] | None) -> int:
+    """Run ``command``, handing on the ids that it prints; its exit status, or minus the signal that ended it."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
@@ -123,11 +123,14 @@ def _failure(status: int, log: Path, command: str) -> UserError:
             where=log,
             fix="check the free memory and the bundle, and report it with this log if it happens again",
         )
-    found = list(_ERROR.finditer(text))
-    if found:
-        return UserError(found[-1]["what"], where=found[-1]["where"], fix=found[-1]["fix"])
-    return UserError(
+    return reported_error(text) or UserError(
         f"the harness ended with status {status}: {text or 'it said nothing'}",
         where=find_binary(),
         fix="build the harness again with `make runner`",
     )
+
+
+def reported_error(text: str) -> UserError | None:
+    """The error that the harness wrote on its stderr, if it wrote one."""
+    found = list(_ERROR.finditer(text))
+    return UserError(found[-1]["what"], where=found[-1]["where"], fix=found[-1]["fix"]) if found else None

@@ -25,6 +25,11 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(array.mean()), "p50": float(p50), "p99": float(p99)}
 
 
+def share(part: float, rest: float) -> float | None:
+    """``part`` of the whole that it makes with ``rest``; None where there is nothing."""
+    return part / (part + rest) if part + rest else None
+
+
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> dict[str, Any]:
     """Ratios of two arms round by round, their median, and its bootstrap 95 % interval.
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from meki_edge import manifest, tokens
+from meki_edge.device import bench_report, stats
 from meki_edge.device import run as run_module
-from meki_edge.device import stats
 from meki_edge.device.pack import PackConfig, pack
 from meki_edge.device.run import RunConfig, run
 from meki_edge.errors import UserError
@@ -26,8 +31,10 @@ def arms(bundles: dict[str, Path]) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def measured(bundles: dict[str, Path], tokens_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of both arms; do not change it."""
+def measured(
+    binary: Path, bundles: dict[str, Path], tokens_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A finished run of both arms with the harness as it is built now; do not change it."""
     directory = tmp_path_factory.mktemp("run") / "out"
     run(arms(bundles), tokens_dir, directory, TINY)
     return directory
@@ -40,6 +47,9 @@ def test_results_agree_with_the_harness(measured: Path, bundles: dict[str, Path]
         raw = [json.loads((measured / name).read_text()) for name in arm["raw"]]
         assert len(raw) == TINY.repetitions
         assert arm["peak_rss_bytes"] == max(report["peak_rss_bytes"] for report in raw)
+        ends, starts = ([report[f"resident_at_{when}"]["rss_bytes"] for report in raw] for when in ("end", "start"))
+        assert arm["rss_bytes"] == max(ends) <= arm["peak_rss_bytes"]
+        assert arm["rss_growth_bytes"] == max(end - start for end, start in zip(ends, starts, strict=True))
         for index, (name, test) in enumerate(arm["tests"].items()):
             reports = [report["tests"][index] for report in raw]
             assert name == reports[0]["test"]
@@ -56,10 +66,13 @@ def test_results_agree_with_the_harness(measured: Path, bundles: dict[str, Path]
             )
     dense, meki = results["arms"]
     assert dense["tests"]["tg12"]["bytes_read_per_token"] == 0
+    assert dense["tests"]["tg12"]["cache_hit_share"] is None and meki["tests"]["tg12"]["cache_hit_share"] == 0
     with RomReader(bundles["meki"] / "rom.safetensors") as rom:
         assert meki["tests"]["tg12"]["bytes_read_per_token"] == rom.spec.row_bytes
     assert results["host"]["cores"] >= 1 and results["host"]["cpu"]
-    assert results["notes"] == []
+    shown = {"temperatures": "hottest_celsius", "CPU clocks": "slowest_clock_mhz"}
+    missing = [name for name, key in shown.items() if dense["conditions"][key] is None]
+    assert results["notes"] == ([f"This system shows no {' and no '.join(missing)}."] if missing else [])
 
 
 def test_ratios_pair_the_rounds(measured: Path) -> None:
@@ -90,27 +103,29 @@ def test_arms_alternate_and_a_resume_repeats_unfinished_rounds_only(
     order: list[str] = []
     bench = run_module._bench
 
-    def watched(arm: run_module.Bundle, trace: Path, target: Path, config: RunConfig) -> None:
+    def watched(arm: run_module.Bundle, trace: Path, config: RunConfig) -> dict[str, Any]:
         if len(order) == 5:
             raise KeyboardInterrupt
-        order.append(target.stem)
-        bench(arm, trace, target, config)
+        order.append(arm.name)
+        return bench(arm, trace, config)
 
     monkeypatch.setattr(run_module, "_bench", watched)
     with pytest.raises(KeyboardInterrupt):
         run(arms(bundles), tokens_dir, tmp_path / "out", TINY)
-    assert order == ["000-dense", "000-meki", "001-meki", "001-dense", "002-dense"]
+    assert order == ["dense", "meki", "meki", "dense", "dense"]
     assert not (tmp_path / "out" / manifest.FILE_NAME).exists()
     order.clear()
     done = run(arms(bundles), tokens_dir, tmp_path / "out", TINY)
-    assert order == ["002-dense", "002-meki"], "the halves of a pair belong to the same hour"
+    assert order == ["dense", "meki"], "the halves of a pair belong to the same hour"
     manifest.verify(tmp_path / "out", done)
     assert run(arms(bundles), tokens_dir, tmp_path / "out", TINY) == done
     assert len(order) == 2
 
 
 def test_one_arm_one_test_with_depth(bundles: dict[str, Path], tokens_dir: Path, tmp_path: Path) -> None:
-    config = RunConfig(prompt_tokens=0, generate_tokens=4, depth=30, repetitions=1, threads=None, drop_page_cache=False)
+    config = RunConfig(
+        prompt_tokens=0, generate_tokens=4, depth=30, repetitions=1, threads=None, cold=False, cores="all"
+    )
     run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
     results = json.loads((tmp_path / "out/results.json").read_text())
     (arm,) = results["arms"]
@@ -118,7 +133,49 @@ def test_one_arm_one_test_with_depth(bundles: dict[str, Path], tokens_dir: Path,
     assert arm["tests"]["tg4"]["tokens_per_s"]["sd"] is None
     assert results["ratios"] == []
     assert results["config"]["threads"] >= 1
-    assert "page cache was left" in results["notes"][0]
+    assert "Rows were warm" in results["notes"][0]
+    assert results["runner"]["cores"] is None
+    report = json.loads((tmp_path / "out" / arm["raw"][0]).read_text())
+    assert report["page_cache_dropped"] is False
+    assert set(report["conditions"]) == {"before", "after"}
+
+
+def test_a_row_cache_serves_what_comes_again(bundles: dict[str, Path], tokens_dir: Path, tmp_path: Path) -> None:
+    config = RunConfig(
+        prompt_tokens=0, generate_tokens=100, repetitions=1, threads=1, io="direct", row_cache_bytes=1 << 20
+    )
+    run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+    (arm,) = json.loads((tmp_path / "out/results.json").read_text())["arms"]
+    text = tokens.open_shards(tokens_dir).validation[:100]
+    assert arm["tests"]["tg100"]["cache_hit_share"] == pytest.approx(1 - len(np.unique(text)) / 100)
+
+
+def test_a_rebuilt_harness_is_named(
+    bundles: dict[str, Path], binary: Path, tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(prompt_tokens=0, generate_tokens=2, repetitions=1, threads=1)
+    rebuilt = tmp_path / "meki-runner"
+    shutil.copy2(binary, rebuilt)
+    monkeypatch.setenv("MEKI_RUNNER", str(rebuilt))
+    run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+    with open(rebuilt, "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UserError, match=r"inputs.runner was .*: .*/meki-runner has changed"):
+        run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+
+
+def test_the_command_prints_llama_benchs_formats(measured: Path, bundles: dict[str, Path], tokens_dir: Path) -> None:
+    command = [sys.executable, "-m", "meki_edge.cli", "run", *arms(bundles), "--tokens", tokens_dir, "-o", measured]
+    command += ["-p", 40, "-n", 12, "-r", 3, "-t", 1]
+
+    def printed(*options: str) -> str:
+        return subprocess.run([*map(str, command), *options], capture_output=True, text=True, check=True).stdout
+
+    results = json.loads((measured / "results.json").read_text())
+    assert json.loads(printed("--format", "json")) == bench_report.records(results)
+    assert [line["test"] for line in csv.DictReader(io.StringIO(printed("--format", "csv")))] == ["pp40", "tg12"] * 2
+    heading = printed().splitlines()[1]
+    assert "I/O µs/token p50 / p99" in heading, "lines stay whole at 80 columns"
 
 
 @pytest.mark.parametrize(
@@ -171,9 +228,16 @@ def test_a_spoiled_bundle_is_refused(bundles: dict[str, Path], tokens_dir: Path,
 
 
 def test_what_the_harness_refuses_is_passed_on(bundles: dict[str, Path], tokens_dir: Path, tmp_path: Path) -> None:
-    config = RunConfig(prompt_tokens=4, generate_tokens=2, repetitions=1, io="carrier-pigeon")
-    with pytest.raises(UserError, match="--io takes pread, direct or mmap"):
-        run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+    for changes, what in (
+        ({"io": "carrier-pigeon"}, "--io takes pread, direct or mmap"),
+        ({"cores": "little"}, "--cores takes big or all"),
+        ({"io": "mmap", "row_cache_bytes": 9999}, "--row-cache-bytes needs --io pread or direct"),
+        ({"row_cache_bytes": 1}, "holds no row"),
+    ):
+        config = RunConfig(prompt_tokens=4, generate_tokens=2, repetitions=1, **changes)
+        with pytest.raises(UserError, match=what):
+            run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_distribution_and_samples_are_numpys() -> None:
@@ -181,6 +245,7 @@ def test_distribution_and_samples_are_numpys() -> None:
     assert stats.distribution(values) == {"mean": 4.0, "p50": 2.5, "p99": pytest.approx(np.quantile(values, 0.99))}
     assert stats.samples(values) == {"mean": 4.0, "sd": pytest.approx(np.std(values, ddof=1)), "samples": values}
     assert stats.samples([5.0]) == {"mean": 5.0, "sd": None, "samples": [5.0]}
+    assert (stats.share(1, 3), stats.share(0, 2), stats.share(0, 0)) == (0.25, 0, None)
 
 
 def test_the_bootstrap_is_near_the_exact_one() -> None:
