@@ -1,0 +1,112 @@
+"""Real text through the float graphs, as a device runs it: prefill in chunks, then single steps.
+
+Each window of text starts with an empty cache, fills it by prefill and ends in decode steps, so the
+ranges are those of a cache as it really is, early and late, in both graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from calibration.graphs import FloatGraphs, session
+from calibration.ranges import Observations, observe
+from export.onnx_decoder import OnnxDecoder
+from meki_edge import console
+from meki_edge.errors import UserError
+from meki_edge.graph_spec import GraphSpec, Part
+from meki_edge.rom.reader import RomReader
+from meki_edge.tokens import TokenShards
+
+ADVISED_SAMPLES = 64
+"""Fewer were seen to clip the logits."""
+FIXED_ROLES = frozenset(
+    {"attention_mask", "memory_mask", "position_cos", "position_sin", "memory_rows", "input_embeds"}
+    | {"past_key", "past_value", "memory_state"}
+)
+"""Inputs whose range is known without running anything, or seen where another call computes them."""
+SAVE_EVERY = 4  # windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What feeds the graphs: the files behind embeddings and rows."""
+
+    spec: GraphSpec
+    embedding: RomReader
+    roms: Sequence[RomReader]
+
+    def decoder(self) -> OnnxDecoder:
+        """An empty sequence."""
+        return OnnxDecoder(self.spec, self.embedding, self.roms)
+
+
+def windows(shards: TokenShards, count: int, length: int) -> np.ndarray:
+    """``count`` windows of training text, spread evenly over all of it: int64 ``[count, length]``.
+
+    They overlap only where the text is too short to be cut into that many.
+
+    Raises:
+        UserError: the text is shorter than one window.
+    """
+    available = len(shards.train) - length
+    if available < 0:
+        raise UserError(
+            f"the training split has {len(shards.train)} tokens, a calibration window needs {length}",
+            where=shards.directory,
+            fix="tokenize more text, or shorten the windows with --window-length",
+        )
+    starts = np.linspace(0, available, count).astype(np.int64)
+    return np.stack([shards.train[start : start + length] for start in starts]).astype(np.int64)
+
+
+def collect(
+    graphs: FloatGraphs, host: Host, text: np.ndarray, decode_steps: int, found: Path, *, histogram: bool
+) -> Observations:
+    """Run ``text`` ``[N, L]`` and observe every activation; resumes from, and leaves behind, the file ``found``.
+
+    The last ``decode_steps`` tokens of each window go through the decode graph, one at a time.
+    """
+    observations, done = Observations(histogram=histogram), 0
+    if found.is_file():
+        observations, progress = Observations.load(found)
+        done = progress["windows"]
+    if done == len(text):
+        return observations
+    spec = graphs.spec
+    with console.progress() as bar:
+        task = bar.add_task("calibrate (windows)", total=len(text), completed=done)
+        prefill = [_Watching(graphs, part, observations, prepack=True) for part in spec.prefill.parts]
+        decode = [_Watching(graphs, part, observations, prepack=False) for part in spec.decode.parts]
+        for number in range(done, len(text)):
+            decoder, ids = host.decoder(), text[number]
+            split = len(ids) - decode_steps
+            if split:
+                decoder.prefill(prefill, ids[:split])
+            for token in ids[split:]:
+                decoder.decode(decode, token)
+            bar.advance(task)
+            if (number + 1) % SAVE_EVERY == 0 or number + 1 == len(text):
+                observations.save(found, windows=number + 1)
+    return observations
+
+
+class _Watching:
+    """The session of one part that also reports its activations to ``observations``."""
+
+    def __init__(self, graphs: FloatGraphs, part: Part, observations: Observations, *, prepack: bool) -> None:
+        model, structure = graphs.load(part)
+        skip = frozenset(tensor.name for tensor in part.inputs if tensor.role in FIXED_ROLES)
+        self._observations = observations
+        self._watched = observe(model, structure, skip, sample=observations.histogram)
+        self._session = session(model, graphs.directory, prepack=prepack)
+        self._names = [output.name for output in self._session.get_outputs()]
+
+    def run(self, output_names: Sequence[str], input_feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """As ``InferenceSession.run``."""
+        results = dict(zip(self._names, self._session.run(self._names, input_feed), strict=True))
+        self._observations.add(self._watched, results)
+        return [results[name] for name in output_names]
