@@ -22,7 +22,15 @@ from meki_edge.tokenizer import load, read_tokenizer
 from meki_edge.tokens import TOKENIZER, TokenShards
 
 # Fields that change the mathematics without changing a tensor's shape.
-_SAME = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "num_attention_heads", "num_key_value_heads")
+_SAME = (
+    "rope_theta",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+)
 
 
 def input_files(directory: Path) -> dict[str, Path]:

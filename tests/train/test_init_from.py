@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_another_shape_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=what):
         train(tokens_dir, tmp_path / "out", tiny_config(**changes), ONE_STEP, init_from=hub_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 2 in the checkpoint and 1 in the model"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is True in the checkpoint and False in the model"),
+    ],
+)
+def test_another_routing_is_refused(tokens_dir: Path, tmp_path: Path, changes: dict[str, object], what: str) -> None:
+    """Both change what the experts compute, and no tensor's shape."""
+    experts = presets.with_moe(tiny_config(), 4, 2)
+    directory = write_checkpoint(tmp_path / "moe", experts, tokens_dir)
+    initialize_backbone(CausalLM(experts), directory)
+    with pytest.raises(UserError, match=what):
+        initialize_backbone(CausalLM(dataclasses.replace(experts, **changes)), directory)
 
 
 def test_another_tokenizer_is_refused(hub_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
