@@ -49,4 +49,4 @@ if [ ! -d "$ort" ]; then
 fi
 MEKI_RUNNER_ARM64="$build/runner-arm64/meki-runner" MEKI_ARM64_SYSROOT="$sysroot" \
     MEKI_ORT_ARM64=$(echo "$ort"/onnxruntime/capi/libonnxruntime.so.*) \
-    "$python" -m pytest "$here/../tests/device/test_arm64.py"
+    "$python" -m pytest "$here/../tests/device/test_arm64.py" "$here/../tests/phone"

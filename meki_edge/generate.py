@@ -67,10 +67,17 @@ class Detokenizer:
         return piece
 
 
-def generate(bundle: Path, prompt: str, config: GenerateConfig, on_text: Callable[[str], None]) -> dict[str, Any]:
+def generate(
+    bundle: Path,
+    prompt: str,
+    config: GenerateConfig,
+    on_text: Callable[[str], None],
+    *,
+    run_json: Callable[..., dict[str, Any]] = runner.run_json,
+) -> dict[str, Any]:
     """Continue ``prompt``; ``on_text`` gets the text piece by piece as it is sampled.
 
-    An empty prompt starts from the end-of-text token, which separates documents in training.
+    ``run_json`` runs the harness: on this machine, or on a phone (:class:`PhoneRunner`). An empty prompt starts from the end-of-text token, which separates documents in training.
 
     Returns:
         ``text``, ``stop`` ("eos" or "length"), counts of tokens, tokens/s of prompt and
@@ -99,7 +106,7 @@ def generate(bundle: Path, prompt: str, config: GenerateConfig, on_text: Callabl
     with tempfile.TemporaryDirectory() as directory:
         prompt_file = Path(directory) / "prompt.txt"
         prompt_file.write_text(" ".join(map(str, ids)))
-        report = runner.run_json(_arguments(bundle, prompt_file, eos, config), on_token=on_token)
+        report = run_json(_arguments(bundle, prompt_file, eos, config), on_token=on_token)
     return {"text": "".join(pieces), **_statistics(report, eos)}
 
 
