@@ -13,7 +13,7 @@ JSON_INCLUDE = $$($(BIN)/python -c 'import nlohmann_json, pathlib; print(pathlib
 
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-.PHONY: help setup runner test test-sanitizers test-arm64 demo clean check-system
+.PHONY: help setup runner test test-sanitizers test-arm64 demo demo-hub clean check-system
 
 help: ## show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -60,3 +60,4 @@ clean: ## remove build/ (keeps .venv)
 	rm -rf build
 
 include demo.mk
+include demo-hub.mk

@@ -12,7 +12,7 @@ import sys
 
 import typer
 
-from meki_edge import cli_pipeline, cli_tools, console
+from meki_edge import cli_hub, cli_npu, cli_phone, cli_pipeline, cli_tools, console
 from meki_edge.errors import UserError
 from meki_edge.files import STORAGE_ERRORS
 
@@ -34,14 +34,20 @@ for command in (
     cli_pipeline.train,
     cli_pipeline.reparam,
     cli_pipeline.export,
+    cli_npu.calibrate,
+    cli_npu.lint,
     cli_pipeline.compile_,
     cli_pipeline.pack,
     cli_pipeline.run,
     cli_pipeline.compare,
 ):
     app.command(command.__name__.rstrip("_"), rich_help_panel="Pipeline, in this order")(command)
-for command in (cli_tools.generate, cli_tools.inspect, cli_tools.verify, cli_tools.memories):
+for command in (cli_phone.sideload, cli_phone.bench, cli_phone.unload, cli_phone.doctor):
+    app.command(command.__name__, rich_help_panel="On a phone")(command)
+for command in (cli_tools.generate, cli_tools.inspect, cli_tools.verify, cli_tools.memories, cli_npu.bounds):
     app.command(command.__name__, rich_help_panel="Tools")(command)
+app.command("profile", rich_help_panel="At AI Hub")(cli_hub.profile)
+app.add_typer(cli_hub.app, name="hub", rich_help_panel="At AI Hub")
 
 
 def main() -> None:

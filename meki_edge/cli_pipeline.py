@@ -6,13 +6,15 @@ Stages are imported when their command runs, so ``--help`` needs no torch.
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from meki_edge import console
+from meki_edge import cli_hub, console
 from meki_edge.errors import UserError
+from meki_edge.files import read_json
 from meki_edge.manifest import Manifest
 from meki_edge.options import (
     Checkpoint,
@@ -21,12 +23,20 @@ from meki_edge.options import (
     MemoryOption,
     OutputDir,
     Threads,
+    OutputFormat,
     Tokens,
     parse_curves,
     parse_layers,
     parse_memory_options,
     parse_moe,
 )
+
+
+class Via(StrEnum):
+    """Who compiles."""
+
+    local = "local"
+    hub = "hub"
 
 
 def tokenize(
@@ -146,7 +156,8 @@ def reparam(
     checkpoint: Checkpoint,
     tokens: Tokens,
     output_dir: OutputDir,
-    table_precision: Annotated[str, typer.Option(help="fp32, fp16, int8 or int4.")] = "fp16",
+    table_precision: Annotated[str, typer.Option(help="fp32, fp16, bf16, int8, int4 or int4_64 (a scale per 32 or 64 elements).")] = "fp16",
+    checksums: Annotated[bool, typer.Option("--checksums", help="Store a checksum of every row, four bytes each.")] = False,
     proof_windows: Annotated[int | None, typer.Option(help="Windows of text in the proof (default: as in training).")] = None,
     window_length: Annotated[int | None, typer.Option(min=1, help="Tokens a window (default: as in training).")] = None,
     force: Force = False,
@@ -157,7 +168,10 @@ def reparam(
     from meki_edge.reparam import reparam as stage
 
     config = ReparamConfig(
-        table_precision=table_precision, proof_windows=proof_windows, window_length=window_length
+        table_precision=table_precision,
+        checksums=checksums,
+        proof_windows=proof_windows,
+        window_length=window_length,
     )
     _show(stage(checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
 
@@ -169,6 +183,10 @@ def export(
     context_length: Annotated[int, typer.Option(min=1, help="Slots of the KV cache.")] = 1024,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a call.")] = 128,
     verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
+    parts: Annotated[int, typer.Option(min=1, help="Cut each graph into so many parts of about as many layers.")] = 1,
+    split_layers: Annotated[str | None, typer.Option(help="Cut it before these layers instead, such as 2,14.")] = None,
+    head_part: Annotated[bool, typer.Option("--head-part", help="The final norm and the head are a part of their own.")] = False,
+    kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: float32 or float16.")] = "float32",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -176,7 +194,15 @@ def export(
     from export.graph import ExportConfig
     from export.graph import export as stage
 
-    config = ExportConfig(context_length=context_length, prefill_tokens=prefill_tokens, verify_tokens=verify_tokens)
+    config = ExportConfig(
+        context_length=context_length,
+        prefill_tokens=prefill_tokens,
+        verify_tokens=verify_tokens,
+        parts=parts,
+        split_layers=() if split_layers is None else parse_layers(split_layers, "--split-layers"),
+        head_part=head_part,
+        kv_dtype=kv_dtype,
+    )
     _show(stage(checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
 
 
@@ -188,17 +214,44 @@ def compile_(
     chipset: Annotated[str, typer.Option(help="Such as sm8750, or 'Snapdragon 8 Elite'.")] = "sm8750",
     optimization_level: Annotated[int, typer.Option(min=1, max=3, help="HTP graph optimisation, 1 to 3.")] = 3,
     verify_steps: Annotated[int, typer.Option(min=0, max=1000, help="Decode steps run in the NPU simulator, after a prefill chunk; 0: none.")] = 4,
+    share_weights: Annotated[bool, typer.Option(help="One binary for prefill and decode of a part, with one copy of their weights.")] = True,
     optional: Annotated[bool, typer.Option("--optional", help="Where the compiler is missing, say so and go on.")] = False,
+    via: Annotated[Via, typer.Option(help="The compiler: on this machine, or AI Hub's (which checks on the device).")] = Via.local,
+    device: Annotated[str | None, typer.Option("--device", "-d", help="With --via hub: a device of `meki-edge hub devices`.")] = None,
+    qairt_version: cli_hub.QairtVersion = None,
+    hub_profile: cli_hub.Profile = None,
+    ledger: cli_hub.LedgerDir = None,
+    timeout: cli_hub.Timeout = None,
+    poll_seconds: cli_hub.Poll = 10.0,
+    resubmit: cli_hub.Resubmit = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Compile the graphs for the Hexagon NPU, offline, and check them in its simulator."""
+    """Compile the graphs for the Hexagon NPU, offline, and check them in its simulator (or at AI Hub, on a device)."""
+    if via is Via.hub:
+        from export.hub_compile import HubCompileConfig, compile_hub
+
+        if device is None:
+            fix = "name one that `meki-edge hub devices` lists"
+            raise UserError("AI Hub compiles for a device, and none is given", where="--device", fix=fix)
+        hub_config = HubCompileConfig(device=device, verify_steps=verify_steps, qairt_version=qairt_version)
+        access = cli_hub.open_access(hub_profile, ledger, timeout, poll_seconds, resubmit)
+        made = compile_hub(exported, checkpoint, tokens, output_dir, hub_config, access, force=force)
+        _show(made, output_dir, as_json)
+        return
+    if device is not None:
+        raise UserError("a device of AI Hub is given", where="--device", fix="say --via hub, or name a --chipset instead")
     from export.qnn_local import CompileConfig, compile_local, qnn_available
 
     if optional and not qnn_available():
         console.info("compile skipped: onnxruntime-qnn has no wheel for this platform (x86-64 Linux and Windows have one)")
         return
-    config = CompileConfig(chipset=chipset, optimization_level=optimization_level, verify_steps=verify_steps)
+    config = CompileConfig(
+        chipset=chipset,
+        optimization_level=optimization_level,
+        verify_steps=verify_steps,
+        share_weights=share_weights,
+    )
     _show(compile_local(exported, checkpoint, tokens, output_dir, config, force=force), output_dir, as_json)
 
 
@@ -229,12 +282,18 @@ def run(
     depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens in the KV cache before a test.")] = 0,
     threads: Threads = 2,
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
-    drop_page_cache: Annotated[bool, typer.Option(help="Start with the ROM file out of the page cache.")] = True,
+    cold: Annotated[bool, typer.Option("--cold/--warm", help="Row files out of the page cache first, or read into it.")] = True,
+    row_cache_bytes: Annotated[int, typer.Option(min=0, help="Memory in which the harness keeps rows; 0: none.")] = 0,
+    cores: Annotated[str, typer.Option(help="big keeps off the slowest cores of a processor that has several kinds; all.")] = "big",
+    output_format: Annotated[
+        OutputFormat, typer.Option("--format", help="What is printed: a table to read, or one of llama-bench's formats.")
+    ] = OutputFormat.table,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Measure bundles with the C++ harness, interleaved, as llama-bench does: pp512 and tg128."""
-    from meki_edge.device.run import RunConfig
+    from meki_edge.device import bench_report
+    from meki_edge.device.run import RESULTS, RunConfig
     from meki_edge.device.run import run as stage
 
     config = RunConfig(
@@ -244,9 +303,19 @@ def run(
         depth=depth,
         threads=threads,
         io=io,
-        drop_page_cache=drop_page_cache,
+        cold=cold,
+        row_cache_bytes=row_cache_bytes,
+        cores=cores,
     )
-    _show(stage(bundles, tokens, output_dir, config, force=force), output_dir, as_json)
+    made = stage(bundles, tokens, output_dir, config, force=force)
+    if as_json:
+        _show(made, output_dir, as_json)
+        return
+    results = read_json(output_dir / RESULTS)
+    if output_format is OutputFormat.table:
+        console.show_wide(bench_report.table(results))
+    else:
+        console.stream(bench_report.PRINTERS[output_format.value](results))
 
 
 def compare(
@@ -266,6 +335,8 @@ def compare(
         console.show_json(result)
         return
     console.stdout.print(table(result))
+    if others := result["published"]:
+        console.show_table(f"{others['title']}: {others['source']}", others["headings"], others["rows"])
     console.stdout.print(headline(result), markup=False)
     console.info(f"page: {output_dir / 'compare.html'}")
 

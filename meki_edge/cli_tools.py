@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meki_edge import console
+from meki_edge.device.phone_facts import TARGET
 from meki_edge.errors import UserError
-from meki_edge.options import Json, Threads
+from meki_edge.options import Compute, Json, Place, Serial, Target, Threads
+
+if TYPE_CHECKING:
+    from meki_edge.reparam_check import FoldCheck
+
+SHOWN = 20
+"""Mismatches that `verify` prints of a file."""
 
 
 def generate(
@@ -25,11 +32,25 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
     threads: Threads = 2,
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
+    on: Annotated[Place, typer.Option("--on", help="host: on this machine; adb: on a phone that has the bundle.")] = Place.host,
+    serial: Serial = None,
+    target: Target = TARGET,
+    compute: Annotated[Compute, typer.Option(help="On a phone: cpu, or npu, the bundle's Hexagon binaries.")] = Compute.cpu,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the C++ harness, streaming the text."""
+    from meki_edge.device import runner
     from meki_edge.generate import GenerateConfig
     from meki_edge.generate import generate as continue_text
+
+    run_json = runner.run_json
+    if on is Place.adb:
+        from meki_edge.device import adb, sideload
+        from meki_edge.device.phone_runner import PhoneRunner
+
+        run_json = PhoneRunner(adb.find().device(serial), sideload.layout(target), npu=compute is Compute.npu).run_json
+    elif serial is not None or compute is not Compute.cpu:
+        raise UserError("options of a phone, but the text is generated on this machine", where="--on", fix="add --on adb")
 
     config = GenerateConfig(
         max_new_tokens=max_new_tokens,
@@ -41,7 +62,7 @@ def generate(
         io=io,
     )
     if as_json:
-        console.show_json(continue_text(bundle, prompt, config, lambda piece: None))
+        console.show_json(continue_text(bundle, prompt, config, lambda piece: None, run_json=run_json))
         return
     started = False
 
@@ -52,7 +73,7 @@ def generate(
             started = True
         console.stream(piece)
 
-    result = continue_text(bundle, prompt, config, show)
+    result = continue_text(bundle, prompt, config, show, run_json=run_json)
     console.stream("\n")
     console.show_metrics(result, title=None, skip=("text",))
 
@@ -60,17 +81,26 @@ def generate(
 def memories(
     preset: Annotated[str, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = "qwen3-0.6b",
     vocab_size: Annotated[int, typer.Option(min=1, max=2**22, help="Rows of the vocabulary.")] = 151_936,
+    published: Annotated[bool, typer.Option("--published", help="Show the papers' own numbers beside ours instead.")] = False,
+    table_precision: Annotated[str, typer.Option(help="Of the ROM's rows: fp32, fp16, bf16, int8, int4 or int4_64.")] = "fp16",
     as_json: Json = False,
 ) -> None:
-    """List the memory kinds with what each costs at a model's shape."""
+    """List the memory kinds with what each costs at a model's shape, and which published numbers each reproduces."""
     from meki_edge.memory import chosen_options
     from meki_edge.memory_costs import survey
+    from meki_edge.published_costs import compare_published
     from meki_edge.train.presets import build
 
-    found = survey(build(preset, vocab_size))
-    if as_json:
-        console.show_json([dataclasses.asdict(entry) for entry in found])
+    numbers = compare_published()
+    if published and not as_json:
+        _show_published(numbers)
         return
+    found = survey(build(preset, vocab_size), table_precision)
+    if as_json:
+        kinds = {entry.kind: [dataclasses.asdict(number) for number in numbers if number.kind == entry.kind] for entry in found}
+        console.show_json([{**dataclasses.asdict(entry), "published": kinds[entry.kind]} for entry in found])
+        return
+    counts = {kind: [number.agrees for number in numbers if number.kind == kind] for kind in {entry.kind for entry in found}}
     rows = [
         [
             entry.kind,
@@ -80,11 +110,36 @@ def memories(
             f"{entry.rom_bytes / 1e9:.2f} GB",
             f"{entry.bytes_per_token / 1024:,.1f} KiB",
             f"{entry.flops_per_token / 1e6:+,.1f} M",
+            f"{sum(counts[entry.kind])} of {len(counts[entry.kind])}",
         ]
         for entry in found
     ]
-    headings = ["memory", "options", "layers", "RAM parameters", "ROM (fp16)", "read a token", "FLOPs a token"]
+    headings = ["memory", "options", "layers", "RAM parameters", f"ROM ({table_precision})", "read a token", "FLOPs a token", "papers"]
     console.show_table(f"beside dense {preset}, vocabulary {vocab_size:,}", headings, rows)
+    console.info("papers: how many published numbers are reproduced; `meki-edge memories --published` lists them")
+
+
+def _show_published(numbers: list[Comparison]) -> None:
+    rows = [
+        [
+            f"{number.paper.partition(',')[0]} {number.shape}",
+            number.quantity.replace("_", " "),
+            f"{_engineering(number.published)}{' *' if number.derived else ''}",
+            _engineering(number.ours),
+            "yes" if number.agrees else "NO",
+        ]
+        for number in numbers
+    ]
+    headings = ["paper and shape", "quantity", "published", "ours", "agrees"]
+    console.show_table("published numbers, and ours at the same shape", headings, rows)
+    console.info("* not printed in the paper: it follows from sizes that the paper, or its code, gives")
+
+
+def _engineering(value: float) -> str:
+    for factor, unit in ((1e9, " G"), (1e6, " M")):
+        if value >= factor:
+            return f"{value / factor:,.3f}{unit}"
+    return f"{value:,.0f}"
 
 
 def inspect(
@@ -109,9 +164,13 @@ def inspect(
 
 def verify(
     path: Annotated[Path, typer.Argument(help="A stage's directory, or a ROM file.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The trained checkpoint of the ROM file: fold a sample of rows again and compare.")
+    ] = None,
+    all_rows: Annotated[bool, typer.Option("--all", help="With --checkpoint: fold every row again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a directory against its manifest, and every row of its ROM file."""
+    """Check a directory against its manifest, every row of its ROM file, and where the rows come from."""
     from meki_edge import manifest
     from meki_edge.rom.inspect import describe
     from meki_edge.rom.inspect import verify as verify_rom
@@ -121,16 +180,40 @@ def verify(
         with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
             manifest.verify(path, made, advance)
         console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
-        roms = [path / name for name, entry in made.files.items() if entry.role == "embedding" or entry.role.startswith("rom")]
+        roms = [path / name for name, entry in made.files.items() if entry.role.startswith("rom")]
+        embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
     else:
-        roms = [path]
+        roms, embeddings = [path], []
     rows: dict[str, int] = {}
-    for rom in roms:
+    for rom in [*roms, *embeddings]:
         with console.progress() as bar:
             task = bar.add_task(rom.name, total=describe(rom)["num_rows"])
             rows[rom.name] = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
+    folds: dict[str, FoldCheck] = {}
+    if checkpoint is not None:
+        from meki_edge.reparam_check import check_folds
+
+        folds = check_folds(roms, checkpoint, all_rows=all_rows)
     if as_json:
-        console.show_json({"well_formed_rows": rows})
-        return
-    for name, count in rows.items():
-        console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
+        folded = {name: dataclasses.asdict(fold) for name, fold in folds.items()}
+        console.show_json({"well_formed_rows": rows, **({"folds": folded} if folded else {})})
+    else:
+        for name, count in rows.items():
+            console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
+        _show_folds(folds)
+    if wrong := [name for name, fold in folds.items() if fold.mismatches]:
+        raise UserError(
+            f"rows of {', '.join(wrong)} are not what the checkpoint folds to",
+            where=path,
+            fix="fold the checkpoint again with `meki-edge reparam`",
+        )
+
+
+def _show_folds(folds: dict[str, FoldCheck]) -> None:
+    """One line a file that is right; for others the first mismatches."""
+    for name, fold in folds.items():
+        lines = [f"{name}: {wrong.name} differs by {wrong.difference:.3g}" for wrong in fold.mismatches[:SHOWN]]
+        if len(fold.mismatches) > SHOWN:
+            lines.append(f"{name}: … and {len(fold.mismatches) - SHOWN} more (--json lists all)")
+        for line in lines or [f"{name}: {fold.rows} rows are what the checkpoint folds to"]:
+            console.stdout.print(line, markup=False)

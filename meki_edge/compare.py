@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.table import Table
 
-from meki_edge import manifest, report_plots, report_tables
+from meki_edge import manifest, published, report_page, report_plots, report_tables
 from meki_edge.errors import UserError
 from meki_edge.files import read_json, write_json, write_text
 from meki_edge.manifest import Manifest, StageOutput
 
 SCHEMA = 1
+RESULTS_SCHEMA = 2
 HOST_NOTE = "Measured on this host's CPU, not on a phone."
 SEED_NOTE = "One trained model an arm: a difference in loss between single runs can be chance."
 
@@ -38,6 +38,9 @@ def compare(runs: Path, out: Path, *, curves: Mapping[str, Path] | None = None, 
     runs_manifest = manifest.load(runs, stages=("run",))
     manifest.verify(runs, runs_manifest)
     measured = read_json(runs_manifest.file(runs, "results"))
+    if measured["schema"] != RESULTS_SCHEMA:
+        what = f"results of schema {measured['schema']}, this version reads {RESULTS_SCHEMA}"
+        raise UserError(what, where=runs, fix="measure again with this version of meki-edge")
     names = [arm["name"] for arm in measured["arms"]]
     for name in curves:
         if name not in names:
@@ -76,6 +79,7 @@ def build(measured: dict[str, Any], budgets: Mapping[str, int | None] | None = N
     """``compare.json`` from the contents of ``results.json`` and the arms' training ``budgets`` in tokens."""
     arms = {arm["name"]: _arm(arm) for arm in measured["arms"]}
     baseline = measured["arms"][0]["name"]
+    phone = measured.get("phone")  # of `meki-edge bench --on adb`, which says in its notes where it measured
     for ratio in measured["ratios"]:
         figures = {key: ratio[key] for key in ("median", "low", "high", "samples")}
         arms[ratio["arm"]][f"{ratio['test']}_ratio"] = figures
@@ -92,7 +96,9 @@ def build(measured: dict[str, Any], budgets: Mapping[str, int | None] | None = N
         "host": measured["host"],
         "runner": measured["runner"],
         "config": measured["config"],
-        "notes": [HOST_NOTE, *_quality_notes(arms), *_budget_notes(budgets or {}), *measured["notes"]],
+        "phone": phone,
+        "published": published.table() if phone else None,
+        "notes": [*([] if phone else [HOST_NOTE]), *_quality_notes(arms), *_budget_notes(budgets or {}), *measured["notes"]],
     }
     return {"headline": headline(result), **result}
 
@@ -118,9 +124,11 @@ def _arm(arm: dict[str, Any]) -> dict[str, Any]:
         **figures,
         "stall_share": decode["stall_share"] if decode else None,
         "bytes_read_per_token": decode["bytes_read_per_token"] if decode else None,
+        "cache_hit_share": decode["cache_hit_share"] if decode else None,
         "decode_step_us_p50": decode["step_us"]["p50"] if decode else None,
         "rom_bytes": metrics["rom_bytes"],
         "rom_bytes_per_token": metrics["rom_bytes_per_token"],
+        "rom_bytes_per_token_expected": metrics["rom_bytes_per_token_expected"],
         "table_precision": metrics["table_precision"],
         "weight_bytes_per_token": metrics["weight_bytes_per_token"],
         "expert_bytes_per_token": metrics["expert_bytes_per_token"],
@@ -128,8 +136,15 @@ def _arm(arm: dict[str, Any]) -> dict[str, Any]:
         "active_parameters": metrics["active_parameters"],
         "weights_bytes": metrics["weights_bytes"],
         "bundle_bytes": arm["bundle_bytes"],
+        "rss_bytes": arm["rss_bytes"],
+        "rss_growth_bytes": arm["rss_growth_bytes"],
         "peak_rss_bytes": arm["peak_rss_bytes"],
         "load_us": arm["load_us"],
+        "ttft_us": arm.get("ttft_us"),
+        "pss_bytes": arm.get("pss_bytes"),
+        **{f"condition_{key}": value for key, value in arm.get("conditions", {}).items()},
+        "power_watts": arm.get("power_watts"),
+        "energy_joules_per_token": arm.get("energy_joules_per_token"),
     }
 
 
@@ -218,13 +233,9 @@ def _page(
     result: dict[str, Any], raw: dict[str, list[dict[str, Any]]], training: dict[str, list[dict[str, Any]]]
 ) -> str:
     """The HTML page: no script, no network, plots as inline SVG."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("meki_edge", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("compare.html.j2").render(
-        result=result, cells=report_tables.cells(result), plots=report_plots.plots(result, raw, training)
+    return report_page.render(
+        "compare.html.j2",
+        result=result,
+        cells=report_tables.cells(result),
+        plots=report_plots.plots(result, raw, training),
     )

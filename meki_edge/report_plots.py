@@ -79,7 +79,8 @@ def plots(
     return drawn
 
 
-def _color(index: int) -> str:
+def arm_color(index: int) -> str:
+    """The colour of an arm, as a sentinel that becomes a CSS variable."""
     return f"#a0a00{index % NUM_COLORS}"
 
 
@@ -87,7 +88,7 @@ def _decode_test(report: dict[str, Any]) -> dict[str, Any] | None:
     return next((test for test in report["tests"] if test["test"].startswith("tg")), None)
 
 
-def _draw(number: int, size: tuple[float, float], columns: int, rows: int, paint: Callable[..., None]) -> str:
+def draw(number: int, size: tuple[float, float], columns: int, rows: int, paint: Callable[..., None]) -> str:
     """Run ``paint(*axes)`` on a fresh figure and return the SVG element."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
@@ -119,10 +120,10 @@ def _speeds(result: dict[str, Any]) -> Plot:
         for ax, test in zip(axes, tests, strict=True):
             for index, arm in enumerate(arms.values()):
                 speed = arm[f"{test}_tokens_per_s"]
-                ax.barh(index, speed["mean"], height=0.55, color=_color(index), alpha=0.35)
+                ax.barh(index, speed["mean"], height=0.55, color=arm_color(index), alpha=0.35)
                 ax.errorbar(speed["mean"], index, xerr=speed["sd"] or 0, color=INK, capsize=4, lw=1.4)
                 offsets = np.linspace(-0.18, 0.18, len(speed["samples"])) if len(speed["samples"]) > 1 else [0]
-                ax.scatter(speed["samples"], index + np.asarray(offsets), s=16, color=_color(index), zorder=3)
+                ax.scatter(speed["samples"], index + np.asarray(offsets), s=16, color=arm_color(index), zorder=3)
             ax.set_yticks(range(len(arms)), list(arms))
             ax.invert_yaxis()
             ax.grid(visible=False, axis="y")
@@ -137,7 +138,7 @@ def _speeds(result: dict[str, Any]) -> Plot:
         caption="Mean (bar), standard deviation (line) and every sample (dots, by round from top to bottom). "
         "pp is prefill, tg is decoding; axes start at zero.",
         alt=f"Bars of tokens per second: {spoken}.",
-        svg=_draw(1, (8.4, 0.9 + 0.55 * len(arms)), len(tests), 1, paint),
+        svg=draw(1, (8.4, 0.9 + 0.55 * len(arms)), len(tests), 1, paint),
     )
 
 
@@ -146,7 +147,7 @@ def _losses(names: list[str], training: dict[str, list[dict[str, Any]]]) -> Plot
 
     def paint(ax: Axes) -> None:
         for name, lines in training.items():
-            color = _color(names.index(name))
+            color = arm_color(names.index(name))
             train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
             held_out = [(e["step"], e["validation_loss"]) for e in lines if e.get("validation_loss") is not None]
             if train:
@@ -162,7 +163,7 @@ def _losses(names: list[str], training: dict[str, list[dict[str, Any]]]) -> Plot
         ax.set_ylabel("loss, nats a token")
         ax.legend()
 
-    svg = _draw(2, (8.4, 3.6), 1, 1, paint)
+    svg = draw(2, (8.4, 3.6), 1, 1, paint)
     return Plot(
         title="Training",
         caption="Thin: training loss of each logged step. Thick: validation loss. The highest tenth is cut off. "
@@ -184,13 +185,13 @@ def _timeline(result: dict[str, Any], decode: dict[str, list[dict[str, Any]]]) -
     def paint(top: Axes, bottom: Axes | None = None) -> None:
         for name in names:
             times = [(step["end_us"] - step["start_us"]) / 1e3 for step in steps[name]]
-            top.plot(range(1, len(times) + 1), times, color=_color(names.index(name)), lw=1.2, label=name)
+            top.plot(range(1, len(times) + 1), times, color=arm_color(names.index(name)), lw=1.2, label=name)
         top.set_ylim(bottom=0)
         top.set_title("step time, ms")
         top.legend(ncols=len(names), loc="lower right")
         if bottom is not None:
             for name in with_rom:
-                color = _color(names.index(name))
+                color = arm_color(names.index(name))
                 tokens = range(1, len(steps[name]) + 1)
                 io_times, stalls = ([step[key] for step in steps[name]] for key in ("io_us", "stall_us"))
                 bottom.plot(tokens, io_times, color=color, lw=1, ls=":", label=f"{name}: row I/O")
@@ -208,7 +209,7 @@ def _timeline(result: dict[str, Any], decode: dict[str, list[dict[str, Any]]]) -
         caption="The round of median speed of each arm. I/O is the reader's time to fetch and decode a token's rows, "
         "beside the graph; stall is the part of it that the graph had to wait for.",
         alt=f"Time of each decode step: {spoken}.",
-        svg=_draw(3, (8.4, 4.4 if with_rom else 2.6), 1, 2 if with_rom else 1, paint),
+        svg=draw(3, (8.4, 4.4 if with_rom else 2.6), 1, 2 if with_rom else 1, paint),
     )
 
 
@@ -224,7 +225,7 @@ def _stalls(result: dict[str, Any], decode: dict[str, list[dict[str, Any]]]) -> 
     def paint(ax: Axes) -> None:
         for name, values in stalls.items():
             ax.hist(
-                values, bins=np.linspace(0, edge, 41), color=_color(names.index(name)), alpha=0.6, label=name, log=True
+                values, bins=np.linspace(0, edge, 41), color=arm_color(names.index(name)), alpha=0.6, label=name, log=True
             )
         ax.set_xlabel("stall of a decoded token, µs")
         ax.set_ylabel("tokens")
@@ -238,7 +239,7 @@ def _stalls(result: dict[str, Any], decode: dict[str, list[dict[str, Any]]]) -> 
         title="Stall",
         caption="How long the graph waited for rows, every decoded token of every round; counts on a logarithmic axis.",
         alt=f"Histogram of stall per token: {spoken}.",
-        svg=_draw(4, (8.4, 2.8), 1, 1, paint),
+        svg=draw(4, (8.4, 2.8), 1, 1, paint),
     )
 
 
@@ -251,7 +252,7 @@ def _places(result: dict[str, Any]) -> Plot:
 
     def paint(*axes: Axes) -> None:
         for ax, (title, values, unit) in zip(axes, panels, strict=True):
-            ax.barh(range(len(arms)), values, height=0.55, color=[_color(index) for index in range(len(arms))])
+            ax.barh(range(len(arms)), values, height=0.55, color=[arm_color(index) for index in range(len(arms))])
             ax.set_yticks(range(len(arms)), list(arms))
             ax.invert_yaxis()
             ax.grid(visible=False, axis="y")
@@ -267,5 +268,5 @@ def _places(result: dict[str, Any]) -> Plot:
         title="Where the parameters lie",
         caption="What stays in memory, and what is read from storage a row at a time.",
         alt=f"Parameters in RAM beside bytes on storage: {spoken}.",
-        svg=_draw(5, (8.4, 0.9 + 0.45 * len(arms)), 2, 1, paint),
+        svg=draw(5, (8.4, 0.9 + 0.45 * len(arms)), 2, 1, paint),
     )

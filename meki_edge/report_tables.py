@@ -42,6 +42,15 @@ def _microseconds(value: float) -> str:
     return f"{value:,.1f} µs"
 
 
+def _milliseconds(value: dict[str, Any]) -> str:
+    spread = "" if value["sd"] is None else f" ± {value['sd'] / 1e3:,.1f}"
+    return f"{value['mean'] / 1e3:,.1f}{spread} ms"
+
+
+def _millijoules(value: float) -> str:
+    return f"{value * 1e3:,.2f} mJ"
+
+
 def _load(value: dict[str, Any]) -> str:
     return f"{value['mean'] / 1e6:.2f} s"
 
@@ -63,21 +72,30 @@ def rows(result: dict[str, Any]) -> list[Row]:
             Row(label=f"{test}: paired ratio to {result['baseline']} (95 %)", key=f"{test}_ratio", write=_ratio)
             for _, test in speeds
         ),
+        Row(label="Time to the first token of the prompt", key="ttft_us", write=_milliseconds),
         Row(label="Stall a decoded token, mean", key="stall_us_per_token", write=_microseconds),
         Row(label="Stall a decoded token, p99", key="stall_us_p99", write=_microseconds),
         Row(label="Stall, share of decode time", key="stall_share", write="{:.3%}".format),
         Row(label="Row I/O a decoded token, mean", key="io_us_per_token", write=_microseconds),
         Row(label="Row I/O a decoded token, p99", key="io_us_p99", write=_microseconds),
         Row(label="ROM rows read a decoded token", key="bytes_read_per_token", write=_bytes),
+        Row(label="Rows found in the harness's cache", key="cache_hit_share", write="{:.1%}".format),
         Row(label="Weights read a token", key="weight_bytes_per_token", write=_bytes),
         Row(label="… of them experts, known only layer by layer", key="expert_bytes_per_token", write=_bytes),
         Row(label="Parameters in RAM", key="ram_parameters", write=_count),
         Row(label="Parameters active a token", key="active_parameters", write=_count),
         Row(label="ROM on storage", key="rom_bytes", write=_bytes),
-        Row(label="ROM a token", key="rom_bytes_per_token", write=_bytes),
+        Row(label="ROM a token, at most", key="rom_bytes_per_token", write=_bytes),
+        Row(label="ROM a token of validation text, mean", key="rom_bytes_per_token_expected", write=_bytes),
         Row(label="Table precision", key="table_precision", write=str),
-        Row(label="Peak RSS", key="peak_rss_bytes", write=_bytes),
+        Row(label="RSS while decoding", key="rss_bytes", write=_bytes),
+        Row(label="Peak RSS, loading included", key="peak_rss_bytes", write=_bytes),
+        Row(label="PSS", key="pss_bytes", write=_bytes),
         Row(label="Load time", key="load_us", write=_load),
+        Row(label="Hottest zone seen", key="condition_hottest_celsius", write="{:.0f} °C".format),
+        Row(label="Slowest clock seen", key="condition_slowest_clock_mhz", write="{:,.0f} MHz".format),
+        Row(label="Power, mean", key="power_watts", write="{:.2f} W".format),
+        Row(label="Energy a decoded token", key="energy_joules_per_token", write=_millijoules),
         Row(label="Bundle", key="bundle_bytes", write=_bytes),
     ]
 
@@ -119,10 +137,19 @@ def markdown(result: dict[str, Any]) -> str:
         *(f"| {label} | {' | '.join(texts)} |" for label, texts in cells(result)),
         "",
         *(f"- {note}" for note in result["notes"]),
-        f"- Host: {host['cpu']}, {host['cores']} cores, {host['os']}; ONNX Runtime {result['runner']['ort_version']} "
+        f"- {'Phone' if result['phone'] else 'Host'}: {host['cpu']}, {host['cores']} cores, {host['os']}; ONNX Runtime {result['runner']['ort_version']} "
         f"({result['runner']['backend']}), {result['runner']['threads']} threads, rows by {result['runner']['io']}.",
+        *_published(result["published"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _published(table: dict[str, Any] | None) -> list[str]:
+    """Others' figures as Markdown, set apart from ours."""
+    if table is None:
+        return []
+    lines = [table["headings"], ["---", *["---:"] * (len(table["headings"]) - 1)], *table["rows"]]
+    return ["", f"**{table['title']}**: {table['source']}.", "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def comma_separated(result: dict[str, Any]) -> str:

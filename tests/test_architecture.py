@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = "tokenize train reparam export compile pack run compare generate inspect verify memories".split()
+COMMANDS = "tokenize train reparam export lint compile pack run compare generate inspect verify memories bounds".split()
+COMMANDS += "sideload bench unload doctor".split()
 
 
 def test_imports_point_downwards_only() -> None:
@@ -43,6 +44,6 @@ def calls_print(tree: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("meki_edge/**/*.py"), *ROOT.glob("export/*.py")], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*ROOT.glob("meki_edge/**/*.py"), *ROOT.glob("export/*.py"), *ROOT.glob("calibration/*.py")], ids=lambda p: p.stem)
 def test_only_the_console_prints(path: Path) -> None:
     assert path.stem in PRINTERS or not calls_print(ast.parse(path.read_text(encoding="utf-8")))

@@ -20,7 +20,10 @@ from meki_edge.manifest import StageOutput
 
 HOST = {"cpu": "A <fast> CPU", "architecture": "x86_64", "cores": 2, "memory_bytes": 8e9, "os": "Linux"}
 RUNNER = {"runner_version": "0.1.0", "backend": "cpu", "ort_version": "1.32.0", "threads": 2, "io": "pread"}
-CONFIG = {"prompt_tokens": 512, "generate_tokens": 128, "repetitions": 3, "depth": 0, "drop_page_cache": True}
+CONFIG = {"prompt_tokens": 512, "generate_tokens": 128, "repetitions": 3, "depth": 0} | {
+    "cold": True,
+    "row_cache_bytes": 0,
+}
 
 
 def spread(mean: float) -> dict[str, float]:
@@ -39,6 +42,7 @@ def arm(name: str, loss: float | None, speeds: list[float], *, rom: bool, tokens
             "stall_us_per_token": spread(1.5 * rom),
             "stall_share": 0.0002 * rom,
             "bytes_read_per_token": 4096.0 * rom,
+            "cache_hit_share": 0.25 if rom else None,
         }
         for test, scale in (("pp512", 10), ("tg128", 1))
     }
@@ -57,12 +61,15 @@ def arm(name: str, loss: float | None, speeds: list[float], *, rom: bool, tokens
             "expert_bytes_per_token": None,
             "rom_bytes": 2_000_000 * rom,
             "rom_bytes_per_token": 4096 * rom,
+            "rom_bytes_per_token_expected": 3000 * rom,
             "table_precision": "int8" if rom else None,
             "weights_bytes": 4_000_000,
         },
         "tests": tests,
         "load_us": {"mean": 5e5, "sd": None, "samples": [5e5]},
         "peak_rss_bytes": 50_000_000,
+        "rss_bytes": 40_000_000,
+        "rss_growth_bytes": 0,
         "raw": [f"raw/{index:03d}-{name}.json" for index in range(3)],
     }
 
@@ -76,7 +83,7 @@ def results(*arms: dict[str, Any], low: float | None = 0.97, high: float | None 
     for ratio in ratios:
         ratio["samples"] = [0.98, 0.99, 1.0]
     return {
-        "schema": 1,
+        "schema": 2,
         "host": HOST,
         "runner": RUNNER,
         "config": CONFIG,
@@ -164,6 +171,9 @@ def test_the_json_has_every_figure_a_decision_needs(tmp_path: Path) -> None:
         "io_us_per_token": 200.0,
         "rom_bytes": 2_000_000,
         "rom_bytes_per_token": 4096,
+        "rom_bytes_per_token_expected": 3000,
+        "cache_hit_share": 0.25,
+        "table_precision": "int8",
         "ram_parameters": 1_000_000,
         "peak_rss_bytes": 50_000_000,
     } == result["arms"]["meki"]
@@ -173,6 +183,12 @@ def test_the_json_has_every_figure_a_decision_needs(tmp_path: Path) -> None:
     }  # fmt: skip
     assert result["host"] == HOST
     manifest.verify(tmp_path / "out", manifest.load(tmp_path / "out", stages=("compare",)))
+
+
+def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
+    runs = write_runs(tmp_path / "runs", results(DENSE, MEKI) | {"schema": 1})
+    with pytest.raises(UserError, match="results of schema 1, this version reads 2"):
+        compare(runs, tmp_path / "out")
 
 
 def test_csv_has_one_line_an_arm(tmp_path: Path) -> None:
@@ -279,7 +295,9 @@ def test_what_experts_cost_a_token_stands_beside_the_rows(tmp_path: Path) -> Non
     rows = (tmp_path / "out/compare.md").read_text().splitlines()
     assert "| Weights read a token | 4.00 MB | 4.00 MB | 4.10 MB |" in rows
     assert "| … of them experts, known only layer by layer | – | – | 2.60 MB |" in rows
-    assert "| ROM a token | 0 B | 4.10 kB | 0 B |" in rows
+    assert "| ROM a token, at most | 0 B | 4.10 kB | 0 B |" in rows
+    assert "| ROM a token of validation text, mean | 0 B | 3.00 kB | 0 B |" in rows
+    assert "| Rows found in the harness's cache | – | 25.0% | – |" in rows
     assert "experts, known only layer by layer" in (tmp_path / "out/compare.html").read_text()
 
 
