@@ -68,11 +68,6 @@ def quantize(values: np.ndarray, how: Quantization, dtype: str) -> np.ndarray:
     return np.clip(rounded, *limits(dtype)).astype(dtype)
 
 
-def dequantize(codes: np.ndarray, how: Quantization) -> np.ndarray:
-    """``DequantizeLinear``: float32."""
-    return (codes.astype(np.int32) - how.zero_point).astype(np.float32) * np.float32(how.scale)
-
-
 def quantize_weight(
     weight: np.ndarray, dtype: str, *, block_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -100,12 +95,6 @@ def quantize_weight(
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets other threads run
         list(pool.map(fill, range(0, num_columns, step)))
     return codes, scales if block_size else scales[0]
-
-
-def dequantize_weight(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The float32 ``[K, N]`` that ``codes`` and ``scales`` of :func:`quantize_weight` stand for."""
-    repeated = scales if scales.ndim == 1 else np.repeat(scales, len(codes) // len(scales), axis=0)
-    return codes.astype(np.float32) * repeated
 
 
 def pack_int4(codes: np.ndarray) -> np.ndarray:

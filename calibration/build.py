@@ -12,7 +12,7 @@ from calibration import encodings
 from calibration.affine import UNIT, Range
 from calibration.graphs import FloatGraphs
 from calibration.half import to_half
-from calibration.precision import FLOAT16, Scheme
+from calibration.precision import Scheme
 from calibration.qdq import QUANTIZED, Quantizer, used_matrices
 from calibration.ranges import UNIT_OPERATORS, Ranges
 from calibration.structure import Structure, is_weight
@@ -34,11 +34,6 @@ class Plan:
     schemes: Mapping[int, Scheme]
     kv_dtype: str
     rows_dtype: str
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the graphs compute in floating point."""
-        return all(scheme.is_float for scheme in self.schemes.values())
 
     def cache(self, part: Part) -> dict[str, str]:
         """The dtype of keys and values by name, where they are stored as integers."""
@@ -167,4 +162,5 @@ def _weight_bytes(graphs: FloatGraphs, part: Part) -> int:
 def _weights_name(graphs: FloatGraphs, part: Part) -> str:
     """What the part's weights file is called: as in the export."""
     model, _ = graphs.load(part)
-    return next(Path(value.const_value.location).name for value in model.graph.initializers.values() if is_weight(value))
+    weights = (value.const_value for value in model.graph.initializers.values() if is_weight(value))
+    return Path(next(weights).location).name

@@ -108,8 +108,12 @@ def check(config: CalibrateConfig) -> None:
             where="--min-top1-agreement",
             fix="give a share between 0 and 1",
         )
-    if math.isnan(config.max_perplexity_increase):
-        raise UserError("--max-perplexity-increase is NaN", where="--max-perplexity-increase", fix="give a number")
+    if not math.isfinite(config.max_perplexity_increase):
+        raise UserError(
+            f"--max-perplexity-increase is {config.max_perplexity_increase}",
+            where="--max-perplexity-increase",
+            fix="give a number, such as 0.1 for ten percent",
+        )
     if config.is_mixed:
         _check_mixed(config, chosen)
 

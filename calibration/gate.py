@@ -33,6 +33,15 @@ class Scores:
         return float(np.exp(-self.log_probabilities.mean()))
 
 
+def finished(found: Path, count: int) -> Scores | None:
+    """What :func:`score` left in the file ``found``, if it came to all ``count`` windows."""
+    if not found.is_file():
+        return None
+    with np.load(found) as arrays:
+        scores = Scores(log_probabilities=arrays["scores"], likeliest=arrays["likeliest"])
+    return scores if len(scores.likeliest) == count else None
+
+
 def score(
     host: Host,
     prefill: Sessions,

@@ -135,9 +135,9 @@ class Quantizer:
                 integers = self._emit(
                     node, "QuantizeLinear", [source, *constants], DTYPES[dtype], value.shape, f"{value.name}_{dtype}"
                 )
-            reals = self._emit(
-                node, "DequantizeLinear", [integers, *constants], ir.DataType.FLOAT, value.shape, f"{value.name}_{dtype}_reals"
-            )
+            name = f"{value.name}_{dtype}_reals"
+            inputs = [integers, *constants]
+            reals = self._emit(node, "DequantizeLinear", inputs, ir.DataType.FLOAT, value.shape, name)
             self._pairs[value, dtype] = integers, reals
         return self._pairs[value, dtype]
 

@@ -43,7 +43,7 @@ def build(
         "schema": 1,
         "precision": precision,
         "headline": headline,
-        "notes": ["Computed by ONNX Runtime on this host: what the quantized graph means, not a measurement of a phone."],
+        "notes": ["Computed by ONNX Runtime on this host: what the quantized graph means, not what a phone measured."],
         "accuracy": {**asdict(accuracy), "perplexity_increase": accuracy.perplexity_increase},
         "limits": [asdict(limit) for limit in limits],
         "units": [{**unit, "sensitivity": loss} for unit, loss in zip(units, measured, strict=True)],
@@ -90,7 +90,9 @@ def unit_rows(report: dict[str, Any]) -> list[list[str]]:
 
     def texts(unit: dict[str, Any]) -> list[str]:
         loss = unit["sensitivity"]
-        figures = [f"{loss['divergence']:.2e}", f"{loss['relative_mse']:.2e}", f"{loss['top1_changed']:.1%}"] if loss else ["–"] * 3
+        figures = ["–"] * 3
+        if loss:
+            figures = [f"{loss['divergence']:.2e}", f"{loss['relative_mse']:.2e}", f"{loss['top1_changed']:.1%}"]
         return [unit["unit"], unit["scheme"], f"{unit['bytes'] / 1e6:.2f}", *figures]
 
     return [texts(unit) for unit in report["units"]]

@@ -31,8 +31,11 @@ from meki_edge.graph_spec import Graph, Part
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One unit's loss in ``scheme``: mean divergence KL(float ‖ quantized) of the next-token distributions
-    (nats), mean squared error of the logits relative to their variance, and how often the likeliest token is another."""
+    """One unit's loss in ``scheme``.
+
+    Mean divergence KL(float ‖ quantized) of the next-token distributions (nats), mean squared error
+    of the logits relative to their variance, and how often the likeliest token is another.
+    """
 
     unit: int
     scheme: str

@@ -24,8 +24,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from calibration import encodings, gate, report, sensitivity
 from calibration.build import Plan, fix_ranges, unit_bytes, weight_sizes, write_graphs
 from calibration.config import CalibrateConfig, check
@@ -40,7 +38,7 @@ from export.inputs import open_directory, open_tokens
 from meki_edge import console, graph_spec, manifest
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError
-from meki_edge.files import read_json, write_json
+from meki_edge.files import write_json
 from meki_edge.graph_spec import GraphSpec
 from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.rom.reader import RomReader
@@ -89,7 +87,7 @@ def calibrate(
         stage=STAGE,
         config={name: value for name, value in to_dict(config).items() if name not in LIMITS},
         inputs=inputs | seen,
-        tools=("onnx-ir", "onnxruntime", "numpy"),
+        tools=("onnx", "onnx-ir", "onnxruntime", "numpy"),
         force=force,
     )
     if output.complete is not None:
@@ -168,7 +166,7 @@ class _Run:
         return {
             "precision": chosen.name,
             "kv_dtype": plan.kv_dtype,
-            "rows_dtype": plan.rows_dtype,
+            "rows_dtype": plan.rows_dtype if self._spec.roms else None,
             "units_raised": len(raised),
             "weights_bytes": sum(path.stat().st_size for path in self._directory.glob("*.data")),
             **asdict(accuracy),
@@ -208,7 +206,7 @@ class _Run:
         if not config.sensitivity:
             return [], frozenset()
         graph = self._spec.prefill
-        ids = self._shards.validation_windows(1, min(2 * graph.num_tokens, self._spec.context_length))[0]
+        (ids,) = windows(self._shards, 1, min(2 * graph.num_tokens, self._spec.context_length))
         plans = {"own": plan}
         if config.is_mixed:
             plans["finer"] = replace(plan, schemes=chosen.schemes(num_layers, frozenset(range(num_layers + 1))))
@@ -258,9 +256,8 @@ class _Run:
 
     def _scored(self, host: Host, spec: GraphSpec, directory: Path, found: Path, description: str) -> Scores:
         text = self._shards.validation_windows(self._config.gate_windows, self._length)
-        if found.is_file() and len(np.load(found)["scores"]) == len(text):  # do not load gigabytes for nothing
-            with np.load(found) as arrays:
-                return Scores(log_probabilities=arrays["scores"], likeliest=arrays["likeliest"])
+        if (scores := gate.finished(found, len(text))) is not None:  # do not load gigabytes for nothing
+            return scores
         prefill = sessions(directory, spec.prefill, prepack=True)
         decode = sessions(directory, spec.decode, prepack=False)
         return gate.score(host, prefill, decode, text, self._decode_steps, found, description)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from export import lint_files, lint_spec
-from export.findings import COMPILER, ERROR, WARNING, Finding
+from export.findings import COMPILER, ERROR, Finding
 from export.graph_view import GraphView, load
 from export.inputs import QUIET_BYTES
 from export.lint_graph import graph_findings

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from export.probe_graphs import DTYPES, Case, Input
+from export.probe_graphs import Case, Input
 
 CONTRIB = "com.microsoft"
 NO_NUMBERS = ("UNDEFINED", "STRING", "COMPLEX64", "COMPLEX128")

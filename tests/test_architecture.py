@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = "tokenize train reparam export lint compile pack run compare generate inspect verify memories bounds".split()
+COMMANDS = "tokenize train reparam export calibrate lint compile pack run compare generate inspect verify memories bounds".split()
 COMMANDS += "sideload bench unload doctor".split()
 
 
@@ -44,6 +44,9 @@ def calls_print(tree: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("meki_edge/**/*.py"), *ROOT.glob("export/*.py"), *ROOT.glob("calibration/*.py")], ids=lambda p: p.stem)
+SOURCES = [path for pattern in ("meki_edge/**/*.py", "calibration/*.py", "export/*.py") for path in ROOT.glob(pattern)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_only_the_console_prints(path: Path) -> None:
     assert path.stem in PRINTERS or not calls_print(ast.parse(path.read_text(encoding="utf-8")))

@@ -98,7 +98,8 @@ def test_an_activation_has_one_key_in_both_graphs(graphs: FloatGraphs) -> None:
     assert set(one.keys.values()) == set(other.keys.values())
     for index in range(3):
         for kind in ("key", "value"):
-            groups = {graphs.groups.of(s.keys[f"{when}_{kind}_{index}"]) for s in (one, other) for when in ("past", "present")}
+            names = [f"{when}_{kind}_{index}" for when in ("past", "present")]
+            groups = {graphs.groups.of(structure.keys[name]) for structure in (one, other) for name in names}
             assert len(groups) == 1
     assert graphs.groups.of(one.keys["past_key_0"]) != graphs.groups.of(one.keys["past_key_1"])
     assert graphs.groups.of(one.keys["memory_state_0"]) == graphs.groups.of(one.keys["present_memory_state_0"])
@@ -132,7 +133,7 @@ def test_percentile_against_numpy() -> None:
         assert end == pytest.approx(np.percentile(values, share), rel=2.0 ** -(23 - SHIFT))
     assert percentile_range(counts_of(values), full(values), 100) == full(values)
     positive = np.abs(values)
-    assert percentile_range(counts_of(positive), full(positive), 99.9).low == positive.min(), "nothing is cut off towards zero"
+    assert percentile_range(counts_of(positive), full(positive), 99.9).low == positive.min(), "zero stays inside"
 
 
 def test_mse_clips_outliers_and_nothing_else() -> None:

@@ -15,11 +15,11 @@ import torch
 from conftest import QUICK_CALIBRATION as QUICK
 from torch.nn import functional as F
 
-from calibration import samples, stage
+from calibration import samples
 from calibration.config import CalibrateConfig
 from calibration.graphs import sessions
-from calibration.precision import PRECISIONS
 from calibration.ranges import Observations
+from calibration.sensitivity import choose
 from calibration.stage import calibrate
 from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from meki_edge import graph_spec, manifest, tokens
@@ -43,7 +43,8 @@ def spec_of(directory: Path) -> GraphSpec:
 
 def decoder_of(directory: Path, roms: Path) -> OnnxDecoder:
     spec = spec_of(directory)
-    return OnnxDecoder(spec, RomReader(directory / spec.embedding.file), [RomReader(roms / rom.file) for rom in spec.roms])
+    readers = [RomReader(roms / rom.file) for rom in spec.roms]
+    return OnnxDecoder(spec, RomReader(directory / spec.embedding.file), readers)
 
 
 def test_the_output_stands_in_place_of_the_export(calibrated: Path, mixed: Mixed) -> None:
@@ -53,13 +54,15 @@ def test_the_output_stands_in_place_of_the_export(calibrated: Path, mixed: Mixed
     roles = {name: entry.role for name, entry in made.files.items()}
     assert {name: entry.role for name, entry in exported.files.items()}.items() <= roles.items()
     assert made.inputs["checkpoint"].sha256 == exported.inputs["checkpoint"].sha256
-    assert {roles[f"rom{suffix}.safetensors"] for suffix in ("", "_1", "_2", "_3")} == {"rom", "rom_1", "rom_2", "rom_3"}
+    for role in ("rom", "rom_1", "rom_2", "rom_3"):
+        assert roles[f"{role}.safetensors"] == role
     assert not (calibrated / PARTIAL).exists()
     spec, before = spec_of(calibrated), spec_of(mixed[2])
     for name, graph in spec.graphs.items():
         model = onnx.load(calibrated / graph.parts[0].file, load_external_data=False).graph
         for listed, real in ((graph.inputs, model.input), (graph.outputs, model.output)):
-            found = {v.name: (v.type.tensor_type.elem_type, tuple(d.dim_value for d in v.type.tensor_type.shape.dim)) for v in real}
+            types = {value.name: value.type.tensor_type for value in real}
+            found = {n: (t.elem_type, tuple(d.dim_value for d in t.shape.dim)) for n, t in types.items()}
             assert found == {t.name: (onnx.helper.np_dtype_to_tensor_dtype(np.dtype(t.dtype)), t.shape) for t in listed}
         strip = lambda tensors: [dataclasses.replace(t, dtype="float32", quantization=None) for t in tensors]
         old = before.graphs[name]
@@ -105,33 +108,15 @@ def test_the_gate_measures_what_it_says(calibrated: Path, mixed: Mixed, tokens_d
         agree.append(np.stack(found).argmax(axis=-1) == logits.numpy().argmax(axis=-1))
     assert made.metrics["float_perplexity"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
     assert made.metrics["tokens"] == 80
-    assert made.metrics["top1_agreement"] == pytest.approx(np.mean(agree), abs=0.026), "fused kernels may differ in a token"
+    assert made.metrics["top1_agreement"] == pytest.approx(np.mean(agree), abs=0.026), "fused kernels may differ"
     assert made.metrics["top1_agreement"] > 0.97
     assert abs(made.metrics["perplexity_increase"]) < 0.01
-
-
-@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "w8a16"])
-def test_every_precision(tmp_path: Path, exported: Exported, tokens_dir: Path, name: str) -> None:
-    checkpoint, directory = exported["meki"]
-    config = CalibrateConfig(precision=name, sensitivity=False, **QUICK, **LENIENT)
-    made = calibrate(directory, checkpoint, tokens_dir, tmp_path / "out", config)
-    assert made.metrics["top1_agreement"] >= {"fp16": 0.97, "w8a8": 0.85}.get(name, 0.6)
-    assert abs(made.metrics["perplexity_increase"]) < {"fp16": 1e-3}.get(name, 0.05)
-    kind = "float16" if PRECISIONS[name].is_float else "uint8"
-    assert made.metrics["kv_dtype"] == kind
-    assert {t.dtype for t in spec_of(tmp_path / "out").decode.by_role("past_key")} == {kind}
-    assert ("rom.safetensors" in made.files) == (not PRECISIONS[name].is_float)
-    operators = {node.op_type for node in onnx.load(tmp_path / "out/decode.onnx", load_external_data=False).graph.node}
-    assert ("MatMulNBits" in operators) == (name == "w4fp16")
-    assert ("QuantizeLinear" in operators) == (not PRECISIONS[name].is_float)
-    size = (tmp_path / "out/weights.data").stat().st_size
-    assert size < (directory / "weights.data").stat().st_size
 
 
 def test_parts_compute_what_one_graph_does(tmp_path: Path, calibrated: Path, mixed: Mixed, tokens_dir: Path) -> None:
     from export.graph import ExportConfig, export
 
-    config = ExportConfig(context_length=160, prefill_tokens=16, verify_tokens=20, split_layers=(1,), head_part=True)
+    config = ExportConfig(context_length=160, prefill_tokens=16, verify_tokens=20, parts=2)
     export(mixed[1], tokens_dir, tmp_path / "parts", config)
     calibrate(tmp_path / "parts", mixed[1], tokens_dir, tmp_path / "out", CalibrateConfig(**QUICK))
     ids = tokens.open_shards(tokens_dir).validation_windows(1, 30)[0]
@@ -142,13 +127,12 @@ def test_parts_compute_what_one_graph_does(tmp_path: Path, calibrated: Path, mix
         found = decoder.prefill(made, ids[:20])
         decode = sessions(directory, spec.decode, prepack=True)
         logits.append(np.stack([*found, *(decoder.decode(decode, token) for token in ids[20:])]))
-    assert len(spec.decode.parts) == 3
+    assert len(spec.decode.parts) == 2
     assert np.array_equal(logits[0], logits[1])
-    for index in range(2):
-        (given,) = (t for t in spec.decode.parts[index].outputs if t.role == "hidden")
-        (taken,) = (t for t in spec.decode.parts[index + 1].inputs if t.role == "hidden")
-        assert given == taken and given.dtype == "uint16" and given.quantization is not None
-    assert {f"weights_{i}.data" for i in range(3)} <= set(manifest.load(tmp_path / "out").files)
+    (given,) = (t for t in spec.decode.parts[0].outputs if t.role == "hidden")
+    (taken,) = (t for t in spec.decode.parts[1].inputs if t.role == "hidden")
+    assert given == taken and given.dtype == "uint16" and given.quantization is not None
+    assert {f"weights_{i}.data" for i in range(2)} <= set(manifest.load(tmp_path / "out").files)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +179,8 @@ def test_a_stopped_run_goes_on_and_sees_the_same(
     _, progress = Observations.load(tmp_path / "out" / PARTIAL / "ranges.npz")
     assert progress == {"windows": 2}
     calibrate(exported, folded, tokens_dir, tmp_path / "out", CalibrateConfig(**QUICK))
-    for name in ("graph_spec.json", "decode.onnx", "prefill.onnx", "weights.data", "rom_2.safetensors", "decode.encodings"):
+    graphs = ("graph_spec.json", "decode.onnx", "prefill.onnx", "weights.data")
+    for name in (*graphs, "rom_2.safetensors", "decode.encodings"):
         assert (tmp_path / "out" / name).read_bytes() == (calibrated / name).read_bytes()
 
 
@@ -259,8 +244,8 @@ def test_a_gate_that_is_not_passed(tmp_path: Path, base: Path, exported: Exporte
 def test_sensitive_layers_are_kept_finer(tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path) -> None:
     checkpoint, directory = exported["meki"]
 
-    def run(out: str, precision: str = "w4a16", **options: object) -> tuple[manifest.Manifest, list[dict]]:
-        config = CalibrateConfig(precision=precision, **QUICK, **LENIENT, **options)
+    def run(out: str, **options: object) -> tuple[manifest.Manifest, list[dict]]:
+        config = CalibrateConfig(precision="w4a16", **QUICK, **LENIENT, **options)
         made = calibrate(directory, checkpoint, tokens_dir, tmp_path / out, config, ranges_from=base)
         return made, read_json(tmp_path / out / "calibration_report.json")["units"]
 
@@ -278,10 +263,26 @@ def test_sensitive_layers_are_kept_finer(tmp_path: Path, base: Path, exported: E
     made, units = run("target", max_divergence=0.0)
     assert all(unit["scheme"] == "w8a16" for unit in units) and made.metrics["units_raised"] == 3
     assert made.metrics["top1_agreement"] >= plain.metrics["top1_agreement"]
-    made, units = run("activations", precision="w8a8", max_divergence=0.0)
-    assert {unit["scheme"] for unit in units} == {"w8a16"}
-    made, units = run("wide", precision="w8a16", max_divergence=0.0)
-    assert "w16a16" in {unit["scheme"] for unit in units}
+
+
+@pytest.mark.parametrize(
+    ("budget", "target", "expected"),
+    [
+        (None, 0.0, {0, 1, 2}),
+        (None, 7.5, {2}),
+        (None, 4.5, {2, 1}),
+        (10, None, {2}),
+        (45, None, {2, 0}),
+        (0, None, set()),
+        (50, 4.0, {2, 0}),
+        (1000, 100.0, set()),
+    ],
+)
+def test_what_saves_most_a_byte_is_raised_first(budget: int | None, target: float | None, expected: set[int]) -> None:
+    """Saved: 2 nats for 35 bytes, 3 for 50, 4 for 10, and nothing (unit 3)."""
+    losses, finer = {0: 2.5, 1: 3.5, 2: 4.5, 3: 1.0}, {0: 0.5, 1: 0.5, 2: 0.5, 3: 1.0}
+    extra = {0: 35, 1: 50, 2: 10, 3: 0}
+    assert choose(losses, finer, extra, budget_bytes=budget, max_divergence=target) == expected
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_sensitive_layers_are_kept_finer(tmp_path: Path, base: Path, exported: E
         ({"samples": 0}, "--samples is 0"),
         ({"percentile": 40.0}, "--percentile is 40"),
         ({"min_top1_agreement": 1.5}, "--min-top1-agreement is 1.5"),
-        ({"max_perplexity_increase": float("nan")}, "--max-perplexity-increase is NaN"),
+        ({"max_perplexity_increase": float("nan")}, "--max-perplexity-increase is nan"),
         ({"max_divergence": float("nan")}, "--max-divergence is nan"),
         ({"precision": "fp16", "budget_bytes": 10}, "nothing finer than fp16"),
         ({"precision": "w8a8", "budget_bytes": 10}, "takes no more bytes"),
@@ -324,7 +325,8 @@ def test_inputs_that_do_not_belong_together(tmp_path: Path, exported: Exported, 
         calibrate(directory, checkpoint, short, tmp_path / "out", CalibrateConfig())
     from export.graph import ExportConfig, export
 
-    export(exported["dense"][0], tokens_dir, tmp_path / "half", ExportConfig(context_length=32, prefill_tokens=8, verify_tokens=10, kv_dtype="float16"))
+    half = ExportConfig(context_length=32, prefill_tokens=8, verify_tokens=10, kv_dtype="float16")
+    export(exported["dense"][0], tokens_dir, tmp_path / "half", half)
     with pytest.raises(UserError, match="calibration starts from float32"):
         calibrate(tmp_path / "half", exported["dense"][0], tokens_dir, tmp_path / "out", config)
 
@@ -357,10 +359,12 @@ def test_encodings_are_aimets(calibrated: Path, mixed: Mixed) -> None:
     for tensor in spec.decode.inputs:
         if tensor.quantization is not None:
             entry = by_name[tensor.name]
-            assert entry["scale"] == [tensor.quantization.scale] and entry["offset"] == [-tensor.quantization.zero_point]
+            assert entry["scale"] == [tensor.quantization.scale]
+            assert entry["offset"] == [-tensor.quantization.zero_point]
             assert entry["is_sym"] == tensor.role.startswith("past_")
     channels = [entry for entry in found["param_encodings"] if entry["enc_type"] == "PER_CHANNEL"]
-    assert len(channels) == sum(1 for node in float_graph.node if node.op_type == "MatMul" and node.input[1] in initializers)
+    products = [node for node in float_graph.node if node.op_type == "MatMul"]
+    assert len(channels) == sum(node.input[1] in initializers for node in products)
     for entry in channels:
         assert len(entry["scale"]) == initializers[entry["name"]].dims[1]
         assert set(entry["offset"]) == {-128} and entry["is_sym"] is True and entry["bw"] == 8

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
+from quantization_oracle import dequantize, dequantize_weight
 
 from calibration import affine
 from calibration.affine import Range
@@ -28,6 +29,10 @@ from meki_edge.graph_spec import GraphSpec
 W8A16 = Scheme(weights="int8", activations="uint16")
 
 
+def real(name: str, width: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (1, 3, width))
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """y = sigmoid(x W / 4 + c) * x2, with an external weight as exports have it."""
@@ -42,12 +47,13 @@ def small(tmp_path: Path) -> Path:
     graph = helper.make_graph(
         nodes,
         "g",
-        [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in (("x", (1, 3, 64)), ("x2", (1, 3, 6)))],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, (1, 3, 6))],
-        [numpy_helper.from_array(weight, "model.layers.0.w.weight"), numpy_helper.from_array(np.float32(0.25), "quarter")],
-        value_info=[
-            helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (1, 3, 6)) for name in ("product", "scaled", "gate")
+        [real("x", 64), real("x2", 6)],
+        [real("y", 6)],
+        [
+            numpy_helper.from_array(weight, "model.layers.0.w.weight"),
+            numpy_helper.from_array(np.float32(0.25), "quarter"),
         ],
+        value_info=[real(name, 6) for name in ("product", "scaled", "gate")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     onnx.save(model, tmp_path / "small.onnx", save_as_external_data=True, location="weights.data", size_threshold=64)
@@ -64,8 +70,9 @@ def quantized(path: Path, out: Path, scheme: Scheme, ranges: dict[str, Range], t
     found.fix(structure.keys["gate"], affine.UNIT)
     out.mkdir()
     with WeightFile(out / "weights.data", lambda _: None) as weights:
+        schemes = dict.fromkeys((-1, 0, 1), scheme)
         Quantizer(
-            model, structure, ranges=found, schemes=dict.fromkeys((-1, 0, 1), scheme), typed=typed, cache={}, weights=weights
+            model, structure, ranges=found, schemes=schemes, typed=typed, cache={}, weights=weights
         ).run()
     ir.save(model, out / path.name)
     onnx.checker.check_model(out / path.name)
@@ -77,15 +84,15 @@ def test_a_graph_computes_what_its_quantization_says(tmp_path: Path, small: Path
     """Node by node in NumPy, each result rounded to its own integers."""
     rng = np.random.default_rng(1)
     x, x2 = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 64), (1, 3, 6)))
-    weight = onnx.load(small).graph.initializer[0]
-    matrix = affine.dequantize_weight(*affine.quantize_weight(numpy_helper.to_array(weight), scheme.weights, block_size=scheme.block_size))
+    weight = numpy_helper.to_array(onnx.load(small).graph.initializer[0])
+    matrix = dequantize_weight(*affine.quantize_weight(weight, scheme.weights, block_size=scheme.block_size))
     ranges = {"x": Range(low=-3, high=3), "x2": Range(low=-2, high=2), "product": Range(low=-9, high=14)}
     ranges |= {"scaled": Range(low=-2, high=3), "y": Range(low=-2, high=2)}
     dtype = scheme.activations
 
     def stored(name: str, values: np.ndarray) -> np.ndarray:
         how = affine.quantization(affine.UNIT if name == "gate" else ranges[name], dtype)
-        return affine.dequantize(affine.quantize(values, how, dtype), how)
+        return dequantize(affine.quantize(values, how, dtype), how)
 
     rx = stored("x", x)
     scaled = stored("scaled", stored("product", rx @ matrix) * np.float32(0.25))
@@ -110,7 +117,7 @@ def test_weights_beside_a_float16_graph(tmp_path: Path, small: Path) -> None:
         to_half(model, structure, schemes=dict.fromkeys((-1, 0, 1), scheme), typed=(), weights=weights)
     ir.save(model, tmp_path / "w4.onnx")
     weight = numpy_helper.to_array(onnx.load(small).graph.initializer[0])
-    matrix = affine.dequantize_weight(*affine.quantize_weight(weight, "int4", block_size=32))
+    matrix = dequantize_weight(*affine.quantize_weight(weight, "int4", block_size=32))
     rng = np.random.default_rng(2)
     x, x2 = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 64), (1, 3, 6)))
     found = session(tmp_path / "w4.onnx", tmp_path).run(["y"], {"x": x, "x2": x2})[0]
@@ -182,13 +189,14 @@ def test_the_cache_has_one_quantization_on_its_way_round(calibrated: Path) -> No
         for tensor in (*(spec.graphs[file.stem]).inputs, *spec.graphs[file.stem].outputs):
             if tensor.quantization is not None:
                 how = tensor.quantization
-                assert stored[tensor.name] == (how.scale, how.zero_point, tensor.dtype), "the spec says what the graph does"
+                assert stored[tensor.name] == (how.scale, how.zero_point, tensor.dtype), "the spec is the graph's"
 
 
 def test_products_take_the_cache_as_it_is_stored(calibrated: Path) -> None:
     """16-bit queries meet 8-bit keys: nothing is converted on the way from the cache."""
     for _, graph in graph_files(calibrated):
-        consumers = [node for node in graph.node if node.op_type == "DequantizeLinear" and node.input[0].startswith("past_")]
+        pairs_of = [node for node in graph.node if node.op_type == "DequantizeLinear"]
+        consumers = [node for node in pairs_of if node.input[0].startswith("past_")]
         assert len(consumers) == 6
         for node in consumers:
             (user,) = (other for other in graph.node if node.output[0] in other.input)

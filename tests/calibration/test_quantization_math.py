@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
+from quantization_oracle import dequantize, dequantize_weight
 
 from calibration.affine import (
     UNIT,
     Range,
-    dequantize,
-    dequantize_weight,
     limits,
     pack_int4,
     quantization,
@@ -33,7 +32,10 @@ def run(nodes: list, inputs: dict[str, np.ndarray], initializers: list) -> np.nd
     graph = helper.make_graph(
         nodes,
         "g",
-        [helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for name, a in inputs.items()],
+        [
+            helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+            for name, array in inputs.items()
+        ],
         [helper.make_empty_tensor_value_info("y")],
         initializers,
     )
@@ -65,7 +67,10 @@ def test_a_range_is_covered_and_zero_is_exact(ends: tuple[float, float], dtype: 
 def test_rounding_is_onnx_runtimes(values: list[float], scale: float, zero_point: int, dtype: str) -> None:
     how = Quantization(scale=scale, zero_point=zero_point)
     x = np.array(values, np.float32)
-    parameters = [numpy_helper.from_array(np.float32(scale), "s"), numpy_helper.from_array(np.array(zero_point, dtype), "z")]
+    parameters = [
+        numpy_helper.from_array(np.float32(scale), "s"),
+        numpy_helper.from_array(np.array(zero_point, dtype), "z"),
+    ]
     expected = run([helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"])], {"x": x}, parameters)
     codes = quantize(x, how, dtype)
     assert codes.dtype == dtype and np.array_equal(codes, expected)
@@ -120,7 +125,9 @@ def shrinks_do_not_help(errors: list[float]) -> bool:
     return int(np.argmin(errors)) == 0
 
 
-@pytest.mark.parametrize(("dtype", "block_size"), [("int4", None), ("int4", 16), ("int8", None), ("int8", 16), ("int16", None)])
+@pytest.mark.parametrize(
+    ("dtype", "block_size"), [("int4", None), ("int4", 16), ("int8", None), ("int8", 16), ("int16", None)]
+)
 def test_weights_are_what_onnx_runtime_dequantizes(dtype: str, block_size: int | None) -> None:
     weight = np.random.default_rng(2).standard_normal((48, 6)).astype(np.float32)
     codes, scales = quantize_weight(weight, dtype, block_size=block_size)

@@ -17,10 +17,11 @@ from meki_edge import manifest
 from meki_edge.device.bundle import open_bundle
 from meki_edge.device.pack import PackConfig, _read_a_token, pack
 from meki_edge.errors import UserError
-from meki_edge.graph_spec import GraphSpec
+from meki_edge.graph_spec import GraphSpec, Quantization
 from meki_edge.manifest import StageOutput
 from meki_edge.rom.addressing import Ragged
 from meki_edge.rom.reader import RomReader
+from meki_edge.rom.transcode import transcode
 from meki_edge.rom.writer import RomWriter
 from meki_edge.safetensors_io import SafetensorsFile
 
@@ -148,6 +149,28 @@ def test_npu_binaries_come_along(tmp_path: Path, exported: Exported) -> None:
     other_checkpoint, other_graphs = exported["meki"]
     error = refusal(other_graphs, other_checkpoint, tmp_path / "other", compiled=tmp_path / "npu")
     assert error.what.startswith("this compile was not made from")
+
+
+def test_calibrated_rows_replace_the_checkpoints(tmp_path: Path, exported: Exported) -> None:
+    """A calibrated directory stands in an export's place, and brings the ROM file in its graphs' integers."""
+    checkpoint, graphs = exported["meki"]
+    source = manifest.load(graphs)
+    output = StageOutput(tmp_path / "calibrated", stage="calibrate", config={}, inputs={"checkpoint": checkpoint})
+    for name in source.files:
+        shutil.copyfile(graphs / name, output.partial / name)
+    static = Quantization(scale=2.0**-10, zero_point=32_768)
+    rom = transcode(checkpoint / "rom.safetensors", output.partial / "rom.safetensors", "static16", static)
+    roles = {name: entry.role for name, entry in source.files.items()} | {"rom.safetensors": "rom"}
+    output.finish(roles=roles, metrics={**source.metrics, "precision": "w8a16"})
+    metrics = pack(tmp_path / "calibrated", checkpoint, tmp_path / "bundle", PackConfig()).metrics
+    packed = (tmp_path / "bundle/rom.safetensors").read_bytes()
+    assert packed == (tmp_path / "calibrated/rom.safetensors").read_bytes()
+    assert (metrics["precision"], metrics["table_precision"]) == ("w8a16", "static16")
+    plain = manifest.load(checkpoint).metrics
+    assert metrics["rom_bytes_per_token"] == metrics["rom_bytes_per_token_expected"] == rom.row_stride
+    assert plain["rom_bytes_per_token"] != rom.row_stride
+    error = refusal(tmp_path / "calibrated", exported["dense"][0], tmp_path / "other")
+    assert error.what.startswith("this calibrate was not made from")
 
 
 def test_another_checkpoint_is_refused(tmp_path: Path, exported: Exported) -> None:
