@@ -41,7 +41,7 @@ def graph_findings(view: GraphView) -> list[Finding]:
                 fix="export the graph again",
             )
         ]
-    rules = (_versions, _inputs_and_outputs, _names, _tensors, _operators)
+    rules = (_versions, _inputs_and_outputs, _names, _tensors, _weights, _operators)
     return [finding for rule in rules for finding in rule(view)]
 
 
@@ -165,6 +165,23 @@ def _operator(
         what = f"RMSNormalization of rank {MISCOMPILED_NORM_RANK} compiles, and computes nonsense for some shapes"
         fix = "reshape its input to rank 3 first, as `meki-edge export` does"
         yield _finding(view, "miscompiled-shape", what, fix, source=NUMERICS, **place)
+
+
+def _weights(view: GraphView) -> Iterator[Finding]:
+    for node in view.graph.node:  # constants too
+        if _lacks_zero_points(view, node):
+            what = "4-bit weights with a scale a channel and no zero points compile, and compute nonsense"
+            fix = "give the DequantizeLinear its zero points (zeros), as `meki-edge calibrate` does"
+            place = {"tensor": node.output[0], "layer": view.layer_of(node)}
+            yield _finding(view, "miscompiled-weights", what, fix, source=NUMERICS, **place)
+
+
+def _lacks_zero_points(view: GraphView, node: NodeProto) -> bool:
+    if node.op_type != "DequantizeLinear" or view.type_of(node.input[0]).dtype != "int4":
+        return False
+    blocks = any(attribute.name == "block_size" and attribute.i for attribute in node.attribute)
+    per_channel = len(view.type_of(node.input[1]).shape or ()) == 1 and not blocks
+    return per_channel and not (len(node.input) > 2 and node.input[2])
 
 
 def _known_patterns(view: GraphView) -> set[int]:

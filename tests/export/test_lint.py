@@ -343,21 +343,57 @@ def test_rank_4_norms_are_miscompiled(tmp_path: Path) -> None:
     """Why `miscompiled-shape` is a rule: the simulator computes nonsense from what the compiler took."""
     gain = "float[32] g = {" + ",".join(["1"] * 32) + "}"
     path = graph(tmp_path, "float[1,16,6,32] x", "float[1,16,6,32] y", "y = RMSNormalization(x, g)", gain)
+    error = simulator_error(path, "x = numpy.random.default_rng(0).standard_normal((1, 16, 6, 32)).astype('f4')")
+    assert error > 1, "the compiler learnt it: remove the rule"
+    assert ("miscompiled-shape", ERROR, NUMERICS) in rules(path)
+
+
+@pytest.mark.skipif(not qnn_available(), reason="onnxruntime-qnn has no wheel for this platform")
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_4_bit_channels_without_zero_points_are_miscompiled(tmp_path: Path, zero_points: bool) -> None:
+    """Why `miscompiled-weights` is a rule; with zero points the same graph is sound."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-7, 8, (64, 32))
+    initializers = [
+        helper.make_tensor("codes", TensorProto.INT4, codes.shape, codes.ravel()),
+        helper.make_tensor("scales", TensorProto.FLOAT, [32], rng.uniform(0.01, 0.02, 32)),
+        helper.make_tensor("zeros", TensorProto.INT4, [32], [0] * 32),
+        helper.make_tensor("scale", TensorProto.FLOAT, [], [1e-4]),
+        helper.make_tensor("middle", TensorProto.UINT16, [], [32768]),
+    ]
+    weights = ["codes", "scales", "zeros"][: 3 if zero_points else 2]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "middle"], ["x_codes"]),
+        helper.make_node("DequantizeLinear", ["x_codes", "scale", "middle"], ["x_reals"]),
+        helper.make_node("DequantizeLinear", weights, ["w"], axis=1),
+        helper.make_node("MatMul", ["x_reals", "w"], ["y_float"]),
+        helper.make_node("QuantizeLinear", ["y_float", "scale", "middle"], ["y_codes"]),
+        helper.make_node("DequantizeLinear", ["y_codes", "scale", "middle"], ["y"]),
+    ]
+    boundary = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 4, n]) for name, n in (("x", 64), ("y", 32))]
+    made = helper.make_graph(nodes, "linear", boundary[:1], boundary[1:], initializers)
+    path = tmp_path / "linear.onnx"
+    onnx.save(helper.make_model(made, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    error = simulator_error(path, "x = numpy.random.default_rng(1).uniform(-1, 1, (1, 4, 64)).astype('f4')")
+    assert (error < 0.01) is zero_points, error
+    assert (("miscompiled-weights", ERROR, NUMERICS) in rules(path)) is not zero_points
+
+
+def simulator_error(path: Path, make_x: str) -> float:
+    """The largest error of the graph in the NPU simulator, in a process of its own, for the input that ``make_x`` makes."""
     script = (
         "import sys, numpy, onnxruntime, onnxruntime_qnn\n"
         "from pathlib import Path\n"
         "from export.onnx_decoder import cpu_session\n"
         "from export.qnn_worker import PROVIDER, session\n"
         "onnxruntime.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())\n"
-        "x = numpy.random.default_rng(0).standard_normal((1, 16, 6, 32)).astype('f4')\n"
+        f"{make_x}\n"
         "path = Path(sys.argv[1])\n"
         "found, expected = (made.run(None, {'x': x})[0] for made in (session(path, 69, 1), cpu_session(path)))\n"
         "print('error', abs(found - expected).max())\n"
     )
     done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
-    error = float(done.stdout.rsplit("error ", 1)[1])
-    assert error > 1, "the compiler learnt it: remove the rule"
-    assert ("miscompiled-shape", ERROR, NUMERICS) in rules(path)
+    return float(done.stdout.rsplit("error ", 1)[1])
 
 
 def run(*arguments: object) -> tuple[int, str]:
