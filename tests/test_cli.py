@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY
+from tiny import TINY
 
 COMMAND = [sys.executable, "-m", "meki_edge.cli"]
 TRAIN = "--steps 2 --batch-size 2 --window-length 16 --warmup-steps 1 --precision fp32".split()

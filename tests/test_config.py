@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import MEKI, TINY, tiny_config
+from tiny import MEKI, TINY, tiny_config
 from transformers import Qwen3Config
 
 from meki_edge.errors import UserError

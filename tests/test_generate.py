@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -89,6 +90,15 @@ def greedy(checkpoint: Path, prompt: list[int], count: int, stop: int) -> list[i
         if ids[-1] == stop:
             break
     return ids[len(prompt) :]
+
+
+def test_rows_are_compared_with_their_checksums(checked_bundle: Path, bundles: dict[str, Path]) -> None:
+    checked, _ = run(checked_bundle, PROMPT, dataclasses.replace(GREEDY, verify_rows=True))
+    assert checked["verify_rows"] is True and checked["deadlines_missed"] >= 0
+    plain, _ = run(bundles["meki"], PROMPT, GREEDY)
+    assert plain["verify_rows"] is False and plain["text"] == checked["text"]
+    with pytest.raises(UserError, match="the file has no checksums of its rows"):
+        run(bundles["meki"], PROMPT, dataclasses.replace(GREEDY, verify_rows=True))
 
 
 def test_an_empty_prompt_starts_from_end_of_text(bundles: dict[str, Path]) -> None:

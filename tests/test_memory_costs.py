@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import tiny_config
+from tiny import tiny_config
 
 from meki_edge.memory import KINDS
 from meki_edge.errors import UserError

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MEKI, tiny_config, write_checkpoint
+from tiny import MEKI, tiny_config, write_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MEKI, MIXED, tiny_config, write_checkpoint
+from tiny import MEKI, MIXED, tiny_config, write_checkpoint
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config, write_checkpoint
+from tiny import tiny_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from meki_edge import reparam_proof

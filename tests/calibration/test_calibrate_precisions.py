@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from conftest import QUICK_CALIBRATION as QUICK
+from tiny import QUICK_CALIBRATION as QUICK
 
 from calibration.config import CalibrateConfig
 from calibration.precision import PRECISIONS

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import QUICK_CALIBRATION as QUICK
+from tiny import QUICK_CALIBRATION as QUICK
 from torch.nn import functional as F
 
 from calibration import samples

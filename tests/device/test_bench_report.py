@@ -23,6 +23,7 @@ def arm(name: str, precision: str | None, hits: float | None, celsius: float | N
         "io_us_per_token": spread(120.0),
         "stall_us_per_token": spread(2.5),
         "stall_share": 0.001,
+        "deadlines_missed_share": None if hits is None else 0.125,
         "bytes_read_per_token": 7168.0,
         "cache_hit_share": hits,
     }
@@ -47,6 +48,7 @@ def results(*arms: dict[str, Any], depth: int = 0) -> dict[str, Any]:
             "threads": 2,
             "cores": [4, 7],
             "io": "pread",
+            "verify_rows": False,
         },
         "config": {"depth": depth, "repetitions": 2, "cold": True, "row_cache_bytes": 0},
         "arms": list(arms),
@@ -69,12 +71,15 @@ def test_a_record_is_flat_and_says_nothing_of_rows_where_there_are_none() -> Non
         "io_us_p50": 60.0,
         "io_us_p99": 1080.0,
         "stall_us_mean": 2.5,
+        "deadlines_missed_share": 0.125,
+        "verify_rows": False,
         "cache_hit_share": 0.25,
         "bytes_read_per_token": 7168.0,
         "hottest_celsius": 41.5,
         "slowest_clock_mhz": None,
     } == meki
-    assert {dense[key] for key in dense if key.startswith(("io", "stall", "rows", "row_cache", "bytes"))} == {None}
+    of_rows = ("io", "stall", "deadlines", "verify", "rows", "row_cache", "bytes")
+    assert {dense[key] for key in dense if key.startswith(of_rows)} == {None}
     assert not any(isinstance(value, dict) for value in meki.values())
 
 
@@ -105,6 +110,7 @@ def test_the_tables_show_what_is_there() -> None:
         "tokens/s": "1,234.50 ± 1.25",
         "I/O µs/token p50 / p99": "60 / 1,080",
         "stall µs/token": "2.5",
+        "late": "12.5%",
         "cache hits": "25.0%",
         "RSS": "3.00 GiB",
         "read/token": "7.00 KiB",

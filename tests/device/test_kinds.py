@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config, write_checkpoint
+from tiny import tiny_config, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_runner import IO_MODES, generate, ids_file, rewrite

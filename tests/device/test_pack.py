@@ -141,7 +141,8 @@ def test_npu_binaries_come_along(tmp_path: Path, exported: Exported) -> None:
     output = StageOutput(tmp_path / "npu", stage="compile", config={}, inputs={"export": graphs})
     (output.partial / "decode_qnn.bin").write_bytes(b"context")
     (output.partial / "compile.log").write_text("not for a device")
-    output.finish(roles={"decode_qnn.bin": "decode_binary", "compile.log": "compile_log"}, metrics={"chipset": "sm8750"})
+    roles = {"decode_qnn.bin": "decode_binary", "compile.log": "compile_log"}
+    output.finish(roles=roles, metrics={"chipset": "sm8750"})
     packed = pack(graphs, checkpoint, tmp_path / "bundle", PackConfig(), compiled=tmp_path / "npu")
     assert (tmp_path / "bundle/npu/decode_qnn.bin").read_bytes() == b"context"
     assert [name for name in packed.files if name.startswith("npu/")] == ["npu/decode_qnn.bin"]

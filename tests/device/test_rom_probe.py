@@ -30,7 +30,8 @@ def run(probe: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 )
 def test_a_report(probe: Path, name: str, least: float, most: float) -> None:
     rom = GOLDEN / f"{name}.safetensors"
-    done = run(probe, "--rom", rom, "--tokens", 40, "--cadence-us", 100, "--format", "json", "--threads", 5, "--batch", 7)
+    options = ("--tokens", 40, "--cadence-us", 100, "--format", "json", "--threads", 5, "--batch", 7)
+    done = run(probe, "--rom", rom, *options)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert [method["method"] for method in report["methods"]] in (METHODS, [m for m in METHODS if "direct" not in m])

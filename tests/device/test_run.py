@@ -61,9 +61,20 @@ def test_results_agree_with_the_harness(measured: Path, bundles: dict[str, Path]
             assert test["stall_us_per_token"]["p99"] == pytest.approx(
                 np.percentile([step["stall_us"] / step["num_tokens"] for step in steps], 99)
             )
+            late = [step["deadlines_missed"] for step in steps]
+            assert [report["deadlines_missed"] for report in reports] == [
+                sum(step["deadlines_missed"] for step in report["steps"]) for report in reports
+            ]
+            if arm["name"] == "dense":
+                assert test["deadlines_missed_share"] is None and {step["slack_us"] for step in steps} == {None}
+            else:  # one ROM file: one deadline a step
+                assert set(late) <= {0, 1} and test["deadlines_missed_share"] == pytest.approx(np.mean(late))
+                for step, missed in zip(steps, late, strict=True):
+                    assert step["slack_us" if missed else "stall_us"] == 0
             assert test["stall_share"] == pytest.approx(
                 sum(step["stall_us"] for step in steps) / sum(report["elapsed_us"] for report in reports)
             )
+    assert results["runner"]["verify_rows"] is False
     dense, meki = results["arms"]
     assert dense["tests"]["tg12"]["bytes_read_per_token"] == 0
     assert dense["tests"]["tg12"]["cache_hit_share"] is None and meki["tests"]["tg12"]["cache_hit_share"] == 0
@@ -150,6 +161,16 @@ def test_a_row_cache_serves_what_comes_again(bundles: dict[str, Path], tokens_di
     assert arm["tests"]["tg100"]["cache_hit_share"] == pytest.approx(1 - len(np.unique(text)) / 100)
 
 
+def test_rows_are_compared_with_their_checksums(checked_bundle: Path, tokens_dir: Path, tmp_path: Path) -> None:
+    config = RunConfig(prompt_tokens=8, generate_tokens=4, repetitions=1, threads=1, verify_rows=True)
+    run([checked_bundle], tokens_dir, tmp_path / "out", config)
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["runner"]["verify_rows"] is True
+    assert json.loads((tmp_path / "out" / results["arms"][0]["raw"][0]).read_text())["verify_rows"] is True
+    assert "| pread, cold, verified |" in bench_report.markdown(results)
+    assert all(record["verify_rows"] for record in bench_report.records(results))
+
+
 def test_a_rebuilt_harness_is_named(
     bundles: dict[str, Path], binary: Path, tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +254,7 @@ def test_what_the_harness_refuses_is_passed_on(bundles: dict[str, Path], tokens_
         ({"cores": "little"}, "--cores takes big or all"),
         ({"io": "mmap", "row_cache_bytes": 9999}, "--row-cache-bytes needs --io pread or direct"),
         ({"row_cache_bytes": 1}, "holds no row"),
+        ({"verify_rows": True}, "no checksums of its rows"),
     ):
         config = RunConfig(prompt_tokens=4, generate_tokens=2, repetitions=1, **changes)
         with pytest.raises(UserError, match=what):

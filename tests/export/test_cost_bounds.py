@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from conftest import MEKI, tiny_config
+from tiny import MEKI, tiny_config
 from typer.testing import CliRunner
 
 from export import bounds_report

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import tiny_config, write_checkpoint
+from tiny import tiny_config, write_checkpoint
 
 from export.graph import ExportConfig, export
 from export.verify import verify

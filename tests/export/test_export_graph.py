@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import MEKI, tiny_config, write_checkpoint
+from tiny import MEKI, tiny_config, write_checkpoint
 from safetensors import safe_open
 from transformers import Qwen3ForCausalLM
 

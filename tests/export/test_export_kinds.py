@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import MIXED, tiny_config, write_checkpoint
+from tiny import MIXED, tiny_config, write_checkpoint
 
 from export.graph import ExportConfig, export
 from export.onnx_decoder import OnnxDecoder, cpu_sessions

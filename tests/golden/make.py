@@ -135,7 +135,8 @@ def write(
     contents: dict[str, Any] = {"rom": f"{name}.safetensors", "cases": cases, "rows": rows}
     if codec in QUANTIZATIONS:
         letter = "B" if codec == "static8" else "H"
-        contents["codes"] = [list(struct.unpack(f"<{len(raw) // struct.calcsize(letter)}{letter}", raw)) for raw in raw_rows]
+        count = len(raw_rows[0]) // struct.calcsize(letter)
+        contents["codes"] = [list(struct.unpack(f"<{count}{letter}", raw)) for raw in raw_rows]
     lines = ",\n".join(f' "{key}": {laid_out(value)}' for key, value in contents.items())
     (directory / f"{name}.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 

@@ -248,7 +248,9 @@ def test_bad_scales(good: Path, tmp_path: Path, bits: int) -> None:
         inspect.verify(path)
 
 
-@pytest.mark.parametrize(("codec", "data"), [("fp16", b"\x00\x7c"), ("bf16", b"\x80\x7f"), ("fp32", b"\x00\x00\xc0\x7f")])
+@pytest.mark.parametrize(
+    ("codec", "data"), [("fp16", b"\x00\x7c"), ("bf16", b"\x80\x7f"), ("fp32", b"\x00\x00\xc0\x7f")]
+)
 def test_elements_that_are_not_finite(tmp_path: Path, codec: str, data: bytes) -> None:
     path = written(tmp_path / "rom.safetensors", [(0, 0, 4)], codec, 2)
     with open(path, "r+b") as file:

@@ -6,7 +6,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from conftest import tiny_config
+from tiny import tiny_config
 from torch import Tensor
 
 from meki_edge import memory

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import tiny_config
+from tiny import tiny_config
 
 from meki_edge import memory
 from meki_edge.memory.base import MemoryLayer, Slot

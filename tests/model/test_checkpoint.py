@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_config, write_checkpoint
+from tiny import tiny_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from meki_edge.errors import UserError

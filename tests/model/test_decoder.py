@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MEKI, TINY, tiny_config
+from tiny import MEKI, TINY, tiny_config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from meki_edge.errors import UserError

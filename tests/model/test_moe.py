@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import MEKI, TINY, tiny_config, write_checkpoint
+from tiny import MEKI, TINY, tiny_config, write_checkpoint
 from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_config, write_checkpoint
+from tiny import tiny_config, write_checkpoint
 
 from meki_edge.errors import UserError
 from meki_edge.memory import PaddedRows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from conftest import tiny_config
+from tiny import tiny_config
 
 from meki_edge.memory import PaddedRows
 from meki_edge.model.row_spaces import distribute, fetched_shape, row_spaces

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -46,9 +47,10 @@ class Phone:
         tools.mkdir()
         self.properties = directory / "properties"
         self.set_properties(**{})
-        self.tool("getprop", f"sed -n \"s/^$1=//p\" '{self.properties}'")
-        self.tool("logcat", f"cat '{directory}/logcat.txt' 2>/dev/null")
-        self.tool("dumpsys", f"cat '{directory}'/dumpsys-$1.txt 2>/dev/null")
+        here = shlex.quote(str(directory))
+        self.tool("getprop", f'sed -n "s/^$1=//p" {here}/properties')
+        self.tool("logcat", f"cat {here}/logcat.txt 2>/dev/null")
+        self.tool("dumpsys", f"cat {here}/dumpsys-$1.txt 2>/dev/null")
         environment = {"PATH": f"{tools}:{os.environ['PATH']}"}
         if sysroot is not None:
             environment |= {"LD_PRELOAD": str(arm64_exec(directory)), "MEKI_SYSROOT": str(sysroot)}

@@ -97,7 +97,8 @@ def test_static_integers_are_onnx_runtimes(name: str, zero_point: int, scale: fl
     """What QuantizeLinear and DequantizeLinear make of the same values, clipping and rounding included."""
     rng = np.random.default_rng(zero_point)
     scale = float(np.float32(scale))
-    values = np.concatenate([rng.standard_normal(500) * 300, np.arange(-40, 40) + 0.5, [0, 3e38, -3e38]]) * min(scale, 1.0)
+    values = np.concatenate([rng.standard_normal(500) * 300, np.arange(-40, 40) + 0.5, [0, 3e38, -3e38]])
+    values *= min(scale, 1.0)
     values = values.astype(np.float32)[None]
     quantization = Quantization(scale=scale, zero_point=zero_point)
     raw = encode(values, STATIC[name], quantization)

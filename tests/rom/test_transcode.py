@@ -43,11 +43,13 @@ def test_rows_are_the_sources_rounded_once_more(
             part = np.ascontiguousarray(values[:, column : column + segment.dim])
             size = CODECS[codec].num_bytes(segment.dim)
             np.testing.assert_array_equal(
-                after.raw(every)[:, segment.offset : segment.offset + size], encode(part, CODECS[codec], after.spec.quantization)
+                after.raw(every)[:, segment.offset : segment.offset + size],
+                encode(part, CODECS[codec], after.spec.quantization),
             )
             column += segment.dim
         assert (after.spec.tokenizer_sha256, after.spec.source_sha256) == ("t" * 64, "s" * 64)
-        assert after.spec.addressing.parameters() == addressing.parameters() and after.spec.to_metadata() == written.to_metadata()
+        assert after.spec.addressing.parameters() == addressing.parameters()
+        assert after.spec.to_metadata() == written.to_metadata()
     inspect.verify(tmp_path / "out.safetensors")
 
 

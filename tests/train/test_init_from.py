@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MEKI, TINY, VOCAB_SIZE, tiny_config, write_checkpoint
+from tiny import MEKI, TINY, VOCAB_SIZE, tiny_config, write_checkpoint
 from pydoc_data.topics import topics
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MEKI, tiny_config
+from tiny import MEKI, tiny_config
 
 from meki_edge import manifest
 from meki_edge.errors import UserError

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from conftest import MEKI, MIXED, tiny_config
+from tiny import MEKI, MIXED, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 

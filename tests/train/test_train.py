@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MEKI, VOCAB_SIZE, tiny_config
+from tiny import MEKI, VOCAB_SIZE, tiny_config
 from safetensors import safe_open
 from torch.nn import functional as F
 

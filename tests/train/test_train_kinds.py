@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MIXED, tiny_config, write_checkpoint
+from tiny import MIXED, tiny_config, write_checkpoint
 from safetensors import safe_open
 
 from meki_edge.model.checkpoint import load_model

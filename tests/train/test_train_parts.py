@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MEKI, tiny_config
+from tiny import MEKI, tiny_config
 from torch.nn import functional as F
 
 from meki_edge.errors import UserError

@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 import torch
-from conftest import MEKI, TINY, tiny_config
+from tiny import MEKI, TINY, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
