@@ -48,7 +48,7 @@ $(RUNNER): .venv/.installed $(wildcard android_runner/CMakeLists.txt android_run
 test: runner ## run the test suite (C++ and Python)
 	cmake --build build/runner --parallel $(JOBS)
 	ctest --test-dir build/runner --output-on-failure
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 test-sanitizers: runner ## run the C++ tests with ASan, UBSan and TSan
 	JOBS=$(JOBS) sh android_runner/test_sanitizers.sh build "$(JSON_INCLUDE)"

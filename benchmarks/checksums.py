@@ -93,7 +93,8 @@ def measure(scratch: Path, num_rows: int, num_reads: int) -> dict[str, Any]:
         ids.write_text(" ".join(map(str, rng.integers(0, num_rows, count))))
         options = ("--io", io)
         timed = interleaved(
-            harness(binary, files["checked"], ids, *options), harness(binary, files["checked"], ids, "--verify-rows", *options)
+            harness(binary, files["checked"], ids, *options),
+            harness(binary, files["checked"], ids, "--verify-rows", *options),
         )
         reads[io] = {f"{key}_us_per_row": 1e6 * value / count for key, value in timed.items()}
     return {

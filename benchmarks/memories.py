@@ -102,9 +102,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     for row in rows:
         axes.errorbar(row["rom_bytes_per_token"] + 1, row["loss_mean"], yerr=row["loss_sd"], fmt="o", capsize=3)
-        axes.annotate(row["arm"], (row["rom_bytes_per_token"] + 1, row["loss_mean"]), xytext=(6, 4), textcoords="offset points")
+        at = (row["rom_bytes_per_token"] + 1, row["loss_mean"])
+        axes.annotate(row["arm"], at, xytext=(6, 4), textcoords="offset points")
     axes.set_xscale("log")
-    axes.set(xlabel="bytes read from the ROM a token, plus one", ylabel="validation loss, nats a token (mean ± sd of seeds)")
+    axes.set(xlabel="bytes read from the ROM a token, plus one")
+    axes.set(ylabel="validation loss, nats a token (mean ± sd of seeds)")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
@@ -152,7 +154,8 @@ def main() -> None:
     rows.sort(key=lambda row: row["loss_mean"])
     write_json(arguments.out / "memories.json", {"seeds": arguments.seeds, "steps": arguments.steps, "arms": rows})
     plot(rows, arguments.out / "memories.svg")
-    headings = ["memory", "losses", "mean ± sd", "RAM parameters", "ROM bytes a token", "weight bytes a token", "decode tok/s", "train tok/s"]
+    headings = ["memory", "losses", "mean ± sd", "RAM parameters", "ROM bytes a token", "weight bytes a token"]
+    headings += ["decode tok/s", "train tok/s"]
     console.show_table(
         f"{arguments.steps * 8 * 256 / 1e6:.2f} M tokens, {len(arguments.seeds)} seeds",
         headings,

@@ -53,7 +53,8 @@ def main() -> None:
         [str(seed), f"{dense:.4f}", f"{meki:.4f}", f"{meki - dense:+.4f}"]
         for seed, dense, meki in zip(arguments.seeds, losses["dense"], losses["meki"], strict=True)
     ]
-    rows.append(["median", *(f"{statistics.median(losses[arm]):.4f}" for arm in ARMS), f"{statistics.median(differences):+.4f}"])
+    medians = [f"{statistics.median(losses[arm]):.4f}" for arm in ARMS]
+    rows.append(["median", *medians, f"{statistics.median(differences):+.4f}"])
     console.show_table("validation loss, nats a token", ["seed", "dense", "meki", "meki − dense"], rows)
     write_json(arguments.out / "seeds.json", {"seeds": arguments.seeds, **losses, "difference": differences})
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import errno
 import io
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -29,13 +31,16 @@ from qai_hub import public_api_pb2 as messages
 from qai_hub.client import RateLimitedError
 from qai_hub.util import session
 
-from export.hub_service import HubDevice, JobStatus, NotFound, ServiceTrouble, Timing
+from export.hub_service import Expired, HubDevice, JobStatus, NotFound, ServiceTrouble, Timing, UploadLinks
+from export.hub_words import ACCOUNT, advice, check_access, plain, redacted
 from meki_edge.errors import UserError
 from meki_edge.files import atomic_path
 
 DOWNLOADS = 4  # tries, each with a fresh link: links expire
 SUMMARIES, PAGES = 50, 20  # of past jobs, when one is looked up by its name
-TRANSIENT = frozenset({429, 500, 502, 503, 504})
+BUSY = frozenset({408, 425, 429})  # try later, as after every 5xx
+INTERNAL = 500
+UNAUTHORIZED, MISSING, UPGRADE = 401, 404, 426
 EXPIRED = frozenset({400, 403, 404, 410})  # how storage refuses a link that is out of date
 CLIENT_ERRORS = (
     qai_hub.Error,
@@ -54,14 +59,15 @@ def login(token: str, *, profile: str | None = None, api_url: str | None = None,
         the configuration file, and how many devices the service offers.
 
     Raises:
-        UserError: the service refuses the token; then nothing is written.
+        UserError: the service cannot be reached or refuses the token; then nothing is written.
     """
     path = Path(api_utils.get_config_path(profile))
     url = api_url or public_rest_api.DEFAULT_HUB_API_URL
     config = public_rest_api.ClientConfig(api_token=token, api_url=url, web_url=url)
     found = AiHub(config, path, timing).devices()
     file = configparser.ConfigParser(interpolation=None)
-    file["api"] = {"api_token": token, "api_url": url, "web_url": url, "verbose": "False"}
+    values = {"api_token": token, "api_url": url, "web_url": url, "verbose": "False"}
+    file["api"] = {name: value.replace("%", "%%") for name, value in values.items()}  # the client interpolates
     with atomic_path(path) as temporary:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
             file.write(out)
@@ -75,7 +81,7 @@ def connect(profile: str | None = None, timing: Timing | None = None) -> AiHub:
         UserError: there is no file, or no token in it.
     """
     path = Path(api_utils.get_config_path(profile))
-    fix = "run `meki-edge hub login` (or `qai-hub configure`) with the token of your AI Hub account page"
+    fix = f"run `meki-edge hub login` (or `qai-hub configure`) with {ACCOUNT}"
     try:
         config = api_utils.load_api_config_from_file(str(path))
     except FileNotFoundError:
@@ -85,8 +91,6 @@ def connect(profile: str | None = None, timing: Timing | None = None) -> AiHub:
         if not isinstance(error, public_rest_api.APIException):
             what = f"the file cannot be read: {type(error).__name__}"
         raise UserError(f"AI Hub's configuration is not whole: {what}", where=path, fix=fix) from None
-    if not config.api_token.strip():
-        raise UserError("the AI Hub token is empty", where=path, fix=fix)
     return AiHub(config, path, timing or Timing())
 
 
@@ -94,6 +98,7 @@ class AiHub:
     """One account of the service. Job and model ids are the service's own strings."""
 
     def __init__(self, config: public_rest_api.ClientConfig, path: Path, timing: Timing) -> None:
+        check_access(config.api_token, config.api_url, path)
         config.verbose = False
         self.service = config.api_url
         self.timing = timing
@@ -125,42 +130,73 @@ class AiHub:
                 raise UserError(f"AI Hub did not take the model: {answer.status}", where=name, fix="see what it says")
         return answer.id
 
-    def send_model(
-        self,
-        model_id: str,
-        archive: Path,
-        resume: Mapping[str, Any] | None,
-        save: Callable[[dict[str, Any]], None],
-        progress: Callable[[int], None],
-    ) -> None:
-        """Send the archive of an announced model, part by part; ``save`` is given the state after each.
+    def open_upload(self, model_id: str, archive: Path, progress: Callable[[int], None]) -> UploadLinks | None:
+        """Ask where each part of an announced model's archive goes.
 
-        Args:
-            resume: what ``save`` was given last, if an earlier upload of this archive was cut off.
-            progress: told how far into the archive we are (a part that must be sent again goes back).
+        None if the service wanted the file in its own storage: then the client has sent it, and it is there.
         """
         size = archive.stat().st_size
-        state = dict(resume) if resume and resume.get("bytes") == size else None
+        url = api_utils.api_url(self._config, "models", model_id, "multipart_upload")
+        parameters = {"file_size": size, "use_acceleration": "true", "supports_s3_credentials": "true"}
+        headers = api_utils.auth_header(self._config)
         with self._calls(f"uploading {archive.name}"):
-            for last_try in (False, True):
-                try:
-                    if state is None:
-                        state = self._open_upload(model_id, archive, size, progress)
-                    if state is not None:
-                        save(state)
-                        self._send_parts(model_id, archive, state, save, progress)
-                    return
-                except public_rest_api.APIException as error:
-                    if last_try or error.status_code not in EXPIRED:
-                        raise
-                    if self._is_complete(model_id):  # the answer to the last request was lost
-                        return
-                    state = None  # its links expired: the parts are sent anew
-                    progress(0)
+            reply = session.create_session().get(url, headers=headers, params=parameters)
+            answer = api_utils.response_as_protobuf(reply, messages.FileUploadResponse)
+            if answer.HasField("credentials"):
+                public_rest_api.upload_model(self._config, str(archive), model_id, verbose=False)
+                progress(size)
+                return None
+        parts = answer.multipart_url
+        links = UploadLinks(
+            bytes=size, upload_id=parts.upload_id, part_bytes=parts.max_part_size, urls=tuple(parts.urls)
+        )
+        if not links.whole:
+            what = f"AI Hub's {len(links.urls)} links for parts of {links.part_bytes} bytes are not for {size} bytes"
+            raise UserError(what, where=archive.name, fix="run the same command again; report it if it stays so")
+        return links
+
+    def send_part(self, archive: Path, links: UploadLinks, index: int, progress: Callable[[int], None]) -> str:
+        """Send one part; the storage's receipt. ``progress`` is told how far into the archive we are.
+
+        Raises:
+            Expired: the storage does not take it any more.
+        """
+        part = links.part(index)
+        progress(part.start)
+        with self._calls(f"uploading {archive.name}"), _expiry(archive), _Watched(archive, progress) as file:
+            file.seek(part.start)
+            etag = api_utils.upload_asset(
+                upload_url=links.urls[index],
+                asset_file=file,
+                asset_size=len(part),
+                full_file_size=links.bytes,
+                file_field_name="file",
+                verbose=False,
+                upload_method="put",
+            )
+        if not etag:
+            raise UserError("the storage gave no ETag for a part", where=archive.name, fix="try again")
+        progress(part.stop)
+        return etag
+
+    def close_upload(self, model_id: str, archive: Path, links: UploadLinks) -> None:
+        """Tell the service that all parts are there.
+
+        Raises:
+            Expired: the storage does not know them any more.
+        """
+        request = messages.FileMultipartUploadComplete(upload_id=links.upload_id, etags=links.etags)
+        with self._calls(f"uploading {archive.name}"), _expiry(archive):
+            self._post(messages.CreateUpdateResponse, request, "models", model_id, "multipart_upload")
+
+    def is_uploaded(self, model_id: str) -> bool:
+        """Whether the service has all of a model."""
+        with self._calls("looking up a model"):
+            return bool(public_rest_api.get_model(self._config, model_id).file_upload_complete)
 
     def create_dataset(self, name: str, entries: Mapping[str, list[np.ndarray]]) -> str:
         """Upload a dataset (graph input → one array a sample)."""
-        with self._calls(f"uploading the dataset {name}"):
+        with self._calls(f"uploading the dataset {name}"), _own_temporaries():
             return self._client.upload_dataset(dict(entries), name=name).dataset_id
 
     def dataset_usable(self, dataset_id: str) -> bool:
@@ -177,37 +213,28 @@ class AiHub:
         """Submit a compile job of an uploaded ONNX model."""
         with self._calls(f"submitting {name}"), _once():
             model = self._model(model_id, qai_hub.SourceModelType.ONNX)
-            return self._client.submit_compile_job(
-                model, device=_named(device), name=name, options=options, retry=False
-            ).job_id
+            return _id_of(
+                self._client.submit_compile_job(model, device=_named(device), name=name, options=options, retry=False)
+            )
 
     def submit_link(self, compile_ids: list[str], device: HubDevice, name: str, options: str) -> str:
         """Submit a link job of what the compile jobs made."""
         with self._calls(f"submitting {name}"), _once():
             models = [self._target(job_id) for job_id in compile_ids]
-            return self._client.submit_link_job(models, device=_named(device), name=name, options=options).job_id
+            return _id_of(
+                self._client.submit_link_job(models, device=_named(device), name=name, options=options)
+            )
 
     def submit_run(self, maker_id: str, device: HubDevice, dataset_id: str | None, name: str, options: str) -> str:
         """Submit a profile of what a compile or link job made; with a dataset, an inference instead."""
         with self._calls(f"submitting {name}"), _once():
-            inputs = None if dataset_id is None else self._client.get_dataset(dataset_id)
-            return self._client.submit_inference_job(
-                self._target(maker_id),
-                device=_named(device),
-                inputs=inputs,
-                name=name,
-                options=options,
-                retry=False,
-                profile=inputs is None,
-            ).job_id
+            return self._submit_run(self._target(maker_id), device, dataset_id, name, options)
 
     def submit_run_of_file(self, model_id: str, device: HubDevice, name: str, options: str) -> str:
         """Submit a profile of an uploaded, already compiled ONNX model."""
         with self._calls(f"submitting {name}"), _once():
             model = self._model(model_id, qai_hub.SourceModelType.ONNX)
-            return self._client.submit_inference_job(
-                model, device=_named(device), name=name, options=options, retry=False, profile=True
-            ).job_id
+            return self._submit_run(model, device, None, name, options)
 
     def find_job(self, name: str) -> str | None:
         """The id of the latest job of that name, among the last thousand."""
@@ -256,9 +283,10 @@ class AiHub:
 
     def outputs(self, job_id: str) -> dict[str, list[np.ndarray]]:
         """The outputs of a finished inference job, by graph output."""
-        found = self._download(
-            f"downloading the outputs of job {job_id}", lambda: self._client.get_job(job_id).download_output_data()
-        )
+        with _own_temporaries():
+            found = self._download(
+                f"downloading the outputs of job {job_id}", lambda: self._client.get_job(job_id).download_output_data()
+            )
         return {name: [np.asarray(array) for array in arrays] for name, arrays in (found or {}).items()}
 
     def logs(self, job_id: str, directory: Path) -> list[Path]:
@@ -287,64 +315,21 @@ class AiHub:
         sent = session.retry_call_with_backoff(lambda: session.create_session().post(url, data=body, headers=headers))
         return api_utils.response_as_protobuf(sent, answer)
 
-    def _open_upload(
-        self, model_id: str, archive: Path, size: int, progress: Callable[[int], None]
-    ) -> dict[str, Any] | None:
-        """Where each part goes; None if the service wanted the file in its own storage, where it is now."""
-        url = api_utils.api_url(self._config, "models", model_id, "multipart_upload")
-        parameters = {"file_size": size, "use_acceleration": "true", "supports_s3_credentials": "true"}
-        headers = api_utils.auth_header(self._config)
-        reply = session.create_session().get(url, headers=headers, params=parameters)
-        answer = api_utils.response_as_protobuf(reply, messages.FileUploadResponse)
-        if answer.HasField("credentials"):
-            public_rest_api.upload_model(self._config, str(archive), model_id, verbose=False)
-            progress(size)
-            return None
-        parts = answer.multipart_url
-        return {
-            "bytes": size,
-            "upload_id": parts.upload_id,
-            "part_bytes": parts.max_part_size,
-            "urls": list(parts.urls),
-            "etags": [],
-        }
-
-    def _send_parts(
-        self,
-        model_id: str,
-        archive: Path,
-        state: dict[str, Any],
-        save: Callable[[dict[str, Any]], None],
-        progress: Callable[[int], None],
-    ) -> None:
-        size, part_bytes, urls = state["bytes"], state["part_bytes"], state["urls"]
-        for index in range(len(state["etags"]), len(urls)):
-            first = index * part_bytes
-            progress(first)
-            with _Watched(archive, progress) as file:
-                file.seek(first)
-                etag = api_utils.upload_asset(
-                    upload_url=urls[index],
-                    asset_file=file,
-                    asset_size=(size if index == len(urls) - 1 else first + part_bytes) - first,
-                    full_file_size=size,
-                    file_field_name="file",
-                    verbose=False,
-                    upload_method="put",
-                )
-            if not etag:
-                raise UserError("the storage gave no ETag for a part", where=archive.name, fix="try again")
-            state["etags"].append(etag)
-            save(state)
-        progress(size)
-        request = messages.FileMultipartUploadComplete(upload_id=state["upload_id"], etags=state["etags"])
-        self._post(messages.CreateUpdateResponse, request, "models", model_id, "multipart_upload")
-
-    def _is_complete(self, model_id: str) -> bool:
-        try:
-            return bool(public_rest_api.get_model(self._config, model_id).file_upload_complete)
-        except public_rest_api.APIException:
-            return False
+    def _submit_run(
+        self, model: qai_hub.Model, device: HubDevice, dataset_id: str | None, name: str, options: str
+    ) -> str:
+        inputs = None if dataset_id is None else self._client.get_dataset(dataset_id)
+        return _id_of(
+            self._client.submit_inference_job(
+                model,
+                device=_named(device),
+                inputs=inputs,
+                name=name,
+                options=options,
+                retry=False,
+                profile=inputs is None,
+            )
+        )
 
     def _model(self, model_id: str, kind: qai_hub.SourceModelType) -> qai_hub.Model:
         """A handle of a model that we uploaded: all that a submission reads of it is id, kind and name."""
@@ -390,29 +375,38 @@ class AiHub:
                 yield
         except CLIENT_ERRORS as error:
             raise self._translated(error, doing) from None
+        except (OSError, RuntimeError) as error:  # its files (HDF5 has its own words for a full disk)
+            full = os.strerror(errno.ENOSPC)
+            raise UserError(
+                f"{doing}: {full if full in str(error) else plain(str(error))}",
+                where=getattr(error, "filename", None) or tempfile.gettempdir(),
+                fix="free some space there, or name another folder with TMPDIR, and run the same command again",
+            ) from None
 
     def _translated(self, error: BaseException, doing: str) -> Exception:
         status = _status(error)
-        message = self._redacted(_plain(error))
-        if status == 401:
+        message = self._redacted(plain(str(error)))
+        if status == UNAUTHORIZED:
             return UserError(
                 "AI Hub refused the token",
                 where=self._path,
-                fix="run `meki-edge hub login` with the token of your AI Hub account page",
+                fix=f"run `meki-edge hub login` with {ACCOUNT}",
             )
-        if status == 404:
-            return NotFound(message, where=doing, fix="was it removed, or made with another account?")
+        if status == MISSING:
+            fix = "was it made with another account? If it was removed, run again with --resubmit"
+            return NotFound(message, where=doing, fix=fix)
         unreachable = (RateLimitedError, qai_hub.InternalError, requests.RequestException)
-        if isinstance(error, unreachable) or status in TRANSIENT:
-            return ServiceTrouble(f"{doing}: {message}")
-        if status == 426:
+        if isinstance(error, unreachable) or status is not None and (status in BUSY or status >= INTERNAL):
+            fix = "run the same command later: it goes on where it stopped"
+            return ServiceTrouble(f"{doing}: {message}", where=self.service, fix=fix)
+        if status == UPGRADE:
             return UserError(message, where="qai-hub", fix="install a newer qai-hub")
         if isinstance(error, (DecodeError, AssertionError)):
             message = f"AI Hub's answer is not what its client expects ({type(error).__name__}: {message})"
-        return UserError(message or type(error).__name__, where=f"AI Hub, {doing}", fix=_advice(message))
+        return UserError(message or type(error).__name__, where=f"AI Hub, {doing}", fix=advice(message))
 
     def _redacted(self, text: str) -> str:
-        return text.replace(self._config.api_token, "[token]")
+        return redacted(text, self._config.api_token)
 
 
 @contextlib.contextmanager
@@ -428,6 +422,29 @@ def _once() -> Iterator[None]:
         session.MAX_RETRIES = usual
 
 
+@contextlib.contextmanager
+def _own_temporaries() -> Iterator[None]:
+    """A folder for the client's temporary files: it leaves datasets behind when it fails or is interrupted."""
+    usual = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="meki-edge-") as folder:
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = usual
+
+
+@contextlib.contextmanager
+def _expiry(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except public_rest_api.APIException as error:
+        if error.status_code not in EXPIRED:
+            raise
+        fix = "run the same command again: new links are asked for"
+        raise Expired("the storage's links for the upload are out of date", where=archive.name, fix=fix) from None
+
+
 class _Watched(io.FileIO):
     """A file whose reading is progress."""
 
@@ -441,6 +458,12 @@ class _Watched(io.FileIO):
         return data
 
 
+def _id_of(job: qai_hub.Job) -> str:
+    if not job.job_id:
+        raise ValueError("AI Hub took the job, but gave it no id")
+    return job.job_id
+
+
 def _named(device: HubDevice) -> qai_hub.Device:
     return qai_hub.Device(name=device.name, os=device.os)
 
@@ -452,20 +475,3 @@ def _status(error: BaseException | None) -> int | None:
             return error.status_code
         error = error.__cause__ or error.__context__
     return None
-
-
-def _plain(error: BaseException) -> str:
-    """The client's message without its box of lines."""
-    text = str(error)
-    with contextlib.suppress(ValueError, AttributeError):
-        text = str(json.loads(text).get("detail", text))
-    words = "".join(" " if character in "│┌└─┐┘|" else character for character in text).split()
-    return " ".join(words)
-
-
-def _advice(message: str) -> str:
-    if any(word in message.lower() for word in ("quota", "limit", "minutes", "exceed")):
-        return "wait until the quota allows more, or ask for a larger one on your AI Hub account page"
-    return "mend what the service names, and run the same command again: nothing that is done is repeated"
-
-

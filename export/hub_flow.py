@@ -159,11 +159,7 @@ class Steps:
         what = label(arm.name, unit.name)
 
         def send(name: str) -> str:
-            try:
-                return self._hub.submit_compile(self.uploads.model(unit, what), device, name, options)
-            except NotFound:  # uploaded once, removed since
-                self.uploads.forget_model(unit)
-                return self._hub.submit_compile(self.uploads.model(unit, what), device, name, options)
+            return self._of_upload(unit, what, lambda model: self._hub.submit_compile(model, device, name, options))
 
         identity = {"digest": unit.digest, "options": options, "device": self._platform(device)}
         return Request(
@@ -211,8 +207,9 @@ class Steps:
         def send(name: str) -> str:
             if target.made_by is not None:
                 return self._hub.submit_run(target.made_by.id or "", target.device, dataset, name, options)
-            model = self.uploads.model(target.unit, what)
-            return self._hub.submit_run_of_file(model, target.device, name, options)
+            return self._of_upload(
+                target.unit, what, lambda model: self._hub.submit_run_of_file(model, target.device, name, options)
+            )
 
         identity |= {"made_by": target.made_by.id if target.made_by else target.unit.digest, "dataset": dataset}
         return Request(
@@ -223,6 +220,15 @@ class Steps:
             options=options,
             send=send,
         )
+
+    def _of_upload(self, unit: Unit, what: str, submit: Callable[[str], str]) -> str:
+        """``submit`` a job of an uploaded model, which the service may have removed since."""
+        model_id = self.uploads.model(unit, what)
+        try:
+            return submit(model_id)
+        except NotFound:
+            self.uploads.forget_model(unit, model_id)
+            return submit(self.uploads.model(unit, what))
 
     def _platform(self, device: HubDevice) -> str:
         """What a compile job's output is tied to: nothing if it is portable."""

@@ -21,7 +21,6 @@ from meki_edge.errors import UserError
 from meki_edge.files import write_text
 
 LONGEST_PAUSE = 60.0  # seconds between two tries
-LOG_LINES = 3  # of a log's end, quoted in an error
 T = TypeVar("T")
 
 
@@ -113,7 +112,7 @@ class Jobs:
                         open_jobs.remove(key)
                         bar.advance(task)
                     if entry.state == FAILED:
-                        console.info(f"failed: {entry.label} (job {entry.id})")
+                        console.info(f"failed: {entry.label} (job {entry.id}): {entry.reason or 'no reason was given'}")
                 counts = {word: sum(words[key] == word for key in open_jobs) for word in words.values()}
                 bar.update(task, state=", ".join(f"{n} {word}" for word, n in counts.items() if n))
                 if open_jobs:
@@ -134,12 +133,12 @@ class Jobs:
                 waited = time.monotonic() - started
                 if waited + pause > self._hub.timing.outage_seconds:
                     raise UserError(
-                        f"AI Hub could not be used for {waited:.0f} s: {trouble}",
+                        f"AI Hub could not be used for {waited:.0f} s: {trouble.what}",
                         where=self._service,
                         fix="run the same command later: it goes on where it stopped",
                     ) from None
                 if not told:
-                    console.info(f"AI Hub is busy or unreachable, trying again for a while ({trouble})")
+                    console.info(f"AI Hub is busy or unreachable, trying again for a while ({trouble.what})")
                     told = True
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -192,14 +191,11 @@ class Jobs:
 
     def _look(self, entry: Entry) -> tuple[Entry, str]:
         """The entry after a look at the service, and the service's word for its state."""
-        stored = self._ledger.get(entry.key) or entry
-        if stored.state == ABANDONED:
-            raise UserError(
-                f"{entry.label} was cancelled with `meki-edge hub cancel`",
-                where=f"job {entry.id}",
-                fix="run the same command again to submit it anew",
-            )
         assert entry.id is not None
+        with self._ledger.lock(entry.key):
+            stored = self._stored(entry)
+        if stored.id != entry.id:
+            return stored, "created"
         try:
             status = self.patiently(lambda: self._hub.status(entry.id))
         except NotFound:
@@ -207,8 +203,22 @@ class Jobs:
             status = JobStatus(state="gone", finished=True, succeeded=False, reason=reason)
         if not status.finished:
             return entry, status.state
-        state = DONE if status.succeeded else FAILED
-        return self._ledger.update(entry, state=state, reason=status.reason, updated=now()), status.state
+        with self._ledger.lock(entry.key):  # while we asked, another run may have submitted it anew
+            if (stored := self._stored(entry)).id != entry.id:
+                return stored, "created"
+            state = DONE if status.succeeded else FAILED
+            return self._ledger.update(entry, state=state, reason=status.reason, updated=now()), status.state
+
+    def _stored(self, entry: Entry) -> Entry:
+        """What the ledger says now of a job that is waited for: other runs write in it, too. Needs its lock."""
+        stored = self._ledger.get(entry.key) or entry
+        if stored.state == ABANDONED:
+            what, where = f"{entry.label} was cancelled with `meki-edge hub cancel`", f"job {entry.id}"
+            raise UserError(what, where=where, fix="run the same command again to submit it anew")
+        if stored.state == INTENDED:
+            what, where = f"another run stopped while it submitted {entry.label} anew", f"job {entry.id}"
+            raise UserError(what, where=where, fix="run the same command again: it waits for the new job")
+        return stored
 
     def _pause(self, entry: Entry, count: int) -> None:
         timing = self._hub.timing
@@ -245,8 +255,8 @@ class Jobs:
         found: list[Path] = []
         try:
             found = self._hub.logs(entry.id or "", directory)
-        except (ServiceTrouble, UserError) as error:
-            console.info(f"the logs of job {entry.id} could not be downloaded: {error}")
+        except UserError as error:
+            console.info(f"the logs of job {entry.id} could not be downloaded: {error.what}")
         summary = directory / "job.txt"
         lines = [f"{name}: {getattr(entry, name)}" for name in ("label", "id", "device", "options", "state", "reason")]
         names = [f"log: {path.name}" for path in found]
@@ -261,10 +271,12 @@ def now() -> str:
 
 def abandon(ledger: Ledger, job_id: str) -> Entry:
     """Stop waiting for a job, here and in every other run; the service offers no way to stop it."""
-    entry = ledger.job(job_id)
-    if entry.state in (DONE, FAILED):
-        raise UserError(f"the job is already {entry.state}", where=f"job {job_id}", fix="there is nothing to cancel")
-    return ledger.update(entry, state=ABANDONED, updated=now())
+    with ledger.lock(ledger.job(job_id).key):
+        entry = ledger.job(job_id)
+        if entry.state in (DONE, FAILED):
+            fix = "there is nothing to cancel"
+            raise UserError(f"the job is already {entry.state}", where=f"job {job_id}", fix=fix)
+        return ledger.update(entry, state=ABANDONED, updated=now())
 
 
 def describe(entry: Entry) -> dict[str, Any]:
@@ -285,7 +297,7 @@ def look(hub: Service, entry: Entry) -> dict[str, Any]:
     try:
         found = hub.status(entry.id or "")
     except ServiceTrouble as trouble:
-        return {"state": "unknown", "reason": str(trouble)}
+        return {"state": "unknown", "reason": trouble.what}
     except NotFound:
         return {"state": "gone"}
     return {"state": found.state, "reason": found.reason}

@@ -40,8 +40,7 @@ class Entry:
     """One upload (``kind`` model or dataset) or job (compile, link, profile, inference).
 
     ``name`` is what the service calls it, unique to this attempt. ``id`` is the service's, absent while
-    it is only intended; ``output`` the id of the model that a compile or link job made. ``reason`` is
-    the service's own word on a failure. Times are ISO 8601, UTC.
+    it is only intended. ``reason`` is the service's own word on a failure. Times are ISO 8601, UTC.
     """
 
     kind: str
@@ -53,7 +52,6 @@ class Entry:
     id: str | None = None
     device: str | None = None
     options: str = ""
-    output: str | None = None
     reason: str | None = None
     attempt: int = 1
     created: str = ""
@@ -78,7 +76,11 @@ class Ledger:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         for name in ("entries", "locks", "uploads"):
-            (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                fix = f"name a folder that can be written, with --ledger or ${DIRECTORY_VARIABLE}"
+                raise UserError(f"no ledger can be kept here: {error.strerror}", where=directory, fix=fix) from None
 
     def get(self, key: str) -> Entry | None:
         """The entry of a key, or None if nothing like it was ever sent."""
@@ -142,11 +144,13 @@ class Ledger:
 
 
 def _read(path: Path) -> Entry:
+    fix = "repair the file, or remove it to forget that this was sent (its job may then be sent again)"
     try:
         entry = config.from_dict(Entry, read_json(path), path)
     except UserError as error:
-        fix = "repair the file, or remove it to forget that this was sent (its job may then be sent again)"
         raise UserError(f"a broken entry of the ledger: {error.what}", where=path, fix=fix) from None
     if entry.state not in STATES:
         raise UserError(f"unknown state {entry.state!r}", where=path, fix=f"one of {', '.join(STATES)}")
+    if entry.key != path.stem or (entry.id is None) != (entry.state == INTENDED):
+        raise UserError(f"a broken entry of the ledger: key {entry.key!r}, id {entry.id!r}", where=path, fix=fix)
     return entry

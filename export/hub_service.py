@@ -12,12 +12,37 @@ from export.targets import CHIPS, Chip
 from meki_edge.errors import UserError
 
 
-class ServiceTrouble(Exception):
+class ServiceTrouble(UserError):
     """The service cannot answer now (no connection, a rate limit, a 5xx): worth another try later."""
 
 
 class NotFound(UserError):
     """The service does not know an id: it was removed, or belongs to another account."""
+
+
+class Expired(UserError):
+    """The storage does not take (or know) a part of an upload: its links are out of date."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadLinks:
+    """Where the parts of an upload of ``bytes`` bytes go, and the storage's receipts of those it has."""
+
+    bytes: int
+    upload_id: str
+    part_bytes: int
+    urls: tuple[str, ...]
+    etags: tuple[str, ...] = ()
+
+    def part(self, index: int) -> range:
+        """The bytes of one part."""
+        first = index * self.part_bytes
+        return range(first, min(first + self.part_bytes, self.bytes))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parts make up the file."""
+        return self.part_bytes > 0 and len(self.urls) == -(-self.bytes // self.part_bytes) >= len(self.etags)
 
 
 @dataclass(frozen=True, kw_only=True)

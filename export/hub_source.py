@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def open_arms(directories: list[Path]) -> list[Arm]:
     arms: list[Arm] = []
     for directory in directories:
         arm = _open(directory)
-        if arm.name in {other.name for other in arms}:
+        if slug(arm.name) in {slug(other.name) for other in arms}:  # files are named after them
             fix = "give bundles of `meki-edge pack --name`, or directories with different names"
             raise UserError(f"two sources are called {arm.name!r}", where=directory, fix=fix)
         arms.append(arm)
@@ -108,7 +109,7 @@ def open_arms(directories: list[Path]) -> list[Arm]:
 
 def write_archive(unit: Unit, path: Path, advance: Callable[[int], None]) -> None:
     """Write what is uploaded: a zip file with one directory that holds the unit's files."""
-    require_free_space(path.parent, unit.num_bytes, f"the archive of {unit.name}")
+    require_free_space(path.parent, unit.num_bytes, f"the archive of {unit.name}", "--ledger")
     with atomic_path(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, source, _ in unit.files:
             member = zipfile.ZipInfo(f"{unit.name}.onnx/{name}", ZIP_TIME)
@@ -210,6 +211,11 @@ def _check_size(unit: Unit) -> None:
             where=unit.files[-1][1],
             fix="export with --parts 2 or more and compile again",
         )
+
+
+def slug(text: str) -> str:
+    """A name for files."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("._") or "_"
 
 
 def shapes(arm: Arm) -> dict[str, Any]:

@@ -11,7 +11,6 @@ Output: ``hub.json``, ``hub.html``, the service's own profiles under ``raw/``, b
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from export.hub_jobs import Jobs
 from export.hub_ledger import Entry, Ledger
 from export.hub_lint import explain, require_clean
 from export.hub_service import HubDevice, choose_device
-from export.hub_source import Arm, open_arms
+from export.hub_source import Arm, open_arms, slug
 from meki_edge import console, report_page
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError, nearest
@@ -130,7 +129,7 @@ def hub(
                 bar.advance(task)
     roles = {}
     for key, profile in profiles.items():
-        name = f"raw/{'-'.join(map(_slug, key))}.json"
+        name = f"raw/{'-'.join(map(slug, key))}.json"
         write_json(output.partial / name, profile)
         roles[name] = "raw"
     if config.step in ("compile", "link", "run"):
@@ -182,7 +181,7 @@ def show(directory: Path) -> None:
         if figures:
             rows = [[label, *texts] for label, texts in hub_report.cells(result, device)]
             console.show_table(device, ["", *figures], rows)
-    if result["published"] and result["measured"]:
+    if result["published"] and any(result["measured"].values()):
         rows = hub_report.published_rows(result)
         title = f"Published for the same chip, not measured here. Source: {result['published'][0]['source']}"
         console.show_table(title, ["model", "device", "runtime", "context", "tokens/s"], rows)
@@ -259,7 +258,7 @@ def _download(steps: Steps, service: Hub, targets: list[Target], partial: Path) 
         if target.made_by is not None:
             # A linked binary is named by its part, what was compiled alone by its graph.
             name = f"part_{target.unit.part}" if target.made_by.kind == "link" else target.unit.name
-            directory = Path("binaries") / _slug(target.arm) / _slug(target.device.binaries_for)
+            directory = Path("binaries") / slug(target.arm) / slug(target.device.binaries_for)
             made.setdefault(target.made_by.key, (directory / name, target.made_by))
     with console.progress() as bar:
         for stem, entry in bar.track(made.values(), description="downloading"):
@@ -284,8 +283,3 @@ def _download_one(steps: Steps, service: Hub, entry: Entry, partial: Path, stem:
 def _told(service: Hub, entry: Entry) -> dict[str, Any]:
     url = service.job_url(entry.id or "")
     return {"job": entry.id, "what": entry.label, "device": entry.device, "options": entry.options, "url": url}
-
-
-def _slug(text: str) -> str:
-    """A name for files."""
-    return re.sub(r"[^\w.+-]+", "_", text).strip("._")

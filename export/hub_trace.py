@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from export.hub_source import Arm
+from export.agreement import agreement
+from export.hub_source import Arm, slug
 from export.inputs import open_tokens
 from export.onnx_decoder import OnnxDecoder, Session, cpu_sessions
 from meki_edge import console
@@ -62,7 +63,7 @@ def trace(
     expected: dict[Key, list[tuple[TensorSpec, list[np.ndarray]]]] = {}
     for arm in arms:
         assert arm.spec is not None and tokens is not None
-        file = directory / f"{arm.name}.npz"
+        file = directory / f"{slug(arm.name)}.npz"
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             with console.progress() as bar:
@@ -104,6 +105,12 @@ def compare(
                 fix=f"it returned {shapes}; report this with the job's id",
             )
         shaped = [array.reshape(other.shape) for array, other in zip(given, reference, strict=True)]
+        if not all(np.isfinite(array).all() for array in shaped):
+            raise UserError(
+                f"the device computed no numbers (NaN or infinity) in {tensor.name}",
+                where=what,
+                fix="float16 may have overflowed: calibrate to w8a16 (`meki-edge hub profile` measures all the same)",
+            )
         measured = agreement(*(_rows(tensor, side) for side in (shaped, reference)))
         if tensor.role == "logits":
             result["logits"] = measured
@@ -115,19 +122,6 @@ def compare(
             "max_abs_error": max(measured["max_abs_error"] for measured in others),
         }
     return result
-
-
-def agreement(found: np.ndarray, expected: np.ndarray) -> dict[str, float | int]:
-    """How well rows ``[N, W]`` follow the expected ones (of two zero rows the cosine is 1)."""
-    lengths = np.linalg.norm(found, axis=-1) * np.linalg.norm(expected, axis=-1)
-    same = (found == expected).all(axis=-1)
-    cosine = np.where(same, 1.0, (found * expected).sum(axis=-1) / np.maximum(lengths, np.finfo(np.float64).tiny))
-    return {
-        "tokens": len(found),
-        "min_cosine": float(cosine.min()),
-        "max_abs_error": float(np.abs(found - expected).max()),
-        "argmax_agreement": float((found.argmax(axis=-1) == expected.argmax(axis=-1)).mean()),
-    }
 
 
 class _Recorder:

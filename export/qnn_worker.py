@@ -24,6 +24,7 @@ import onnx
 import onnxruntime as ort
 import onnxruntime_qnn
 
+from export.agreement import agreement
 from export.onnx_decoder import OnnxDecoder, Sessions, cpu_sessions
 from meki_edge import graph_spec
 from meki_edge.files import read_json, write_json
@@ -157,19 +158,6 @@ def simulate(
     for name, logits, reference in zip(("prefill", "decode"), found, expected, strict=True):
         metrics |= {f"simulator_{name}_{key}": value for key, value in agreement(logits, reference).items()}
     return metrics
-
-
-def agreement(found: np.ndarray, expected: np.ndarray) -> dict[str, float | int]:
-    """How well logits ``[N, V]`` follow the expected ones."""
-    wide, reference = found.astype(np.float64), expected.astype(np.float64)
-    lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(reference, axis=-1)
-    cosine = (wide * reference).sum(axis=-1) / np.maximum(lengths, np.finfo(np.float64).tiny)
-    return {
-        "tokens": len(found),
-        "min_cosine": float(cosine.min()),
-        "max_abs_error": float(np.abs(wide - reference).max()),
-        "argmax_agreement": float((wide.argmax(axis=-1) == reference.argmax(axis=-1)).mean()),
-    }
 
 
 def _peak_rss_bytes() -> int:

@@ -106,7 +106,8 @@ def open_access(
     from export.hub_service import Timing
     from export.hub_stage import Access
 
-    timing = Timing(poll_seconds=poll_seconds, timeout_seconds=timeout)
+    patience = Timing.outage_seconds if timeout is None else min(timeout, Timing.outage_seconds)
+    timing = Timing(poll_seconds=poll_seconds, timeout_seconds=timeout, outage_seconds=patience)
 
     def connect() -> Any:
         from export import aihub
@@ -182,6 +183,9 @@ def status(
         for entry, row in zip(jobs, told, strict=True):
             if entry.state == SENT and entry.service == service.service:
                 row |= hub_jobs.look(service, entry)
+                if row["state"] == "unknown":  # one wait for an answer is enough
+                    console.info(f"AI Hub does not answer: {row['reason']}")
+                    break
     if as_json:
         console.show_json(told)
         return

@@ -71,6 +71,7 @@ def bench(
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Row files out of the page cache first, or read into it.")] = True,
     row_cache_bytes: Annotated[int, typer.Option(min=0, help="Memory in which the harness keeps rows; 0: none.")] = 0,
+    verify_rows: Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")] = False,
     cores: Annotated[str, typer.Option(help="big keeps off the slowest cores; all.")] = "big",
     cool_to: Annotated[float, typer.Option(help="°C: wait before each repetition until the processor is no hotter.")] = 45.0,
     cool_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for that at most; 0: none.")] = 300.0,
@@ -93,6 +94,7 @@ def bench(
         "io": io,
         "cold": cold,
         "row_cache_bytes": row_cache_bytes,
+        "verify_rows": verify_rows,
         "cores": cores,
     }
     if on is Place.host:

@@ -284,6 +284,7 @@ def run(
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Row files out of the page cache first, or read into it.")] = True,
     row_cache_bytes: Annotated[int, typer.Option(min=0, help="Memory in which the harness keeps rows; 0: none.")] = 0,
+    verify_rows: Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")] = False,
     cores: Annotated[str, typer.Option(help="big keeps off the slowest cores of a processor that has several kinds; all.")] = "big",
     output_format: Annotated[
         OutputFormat, typer.Option("--format", help="What is printed: a table to read, or one of llama-bench's formats.")
@@ -305,6 +306,7 @@ def run(
         io=io,
         cold=cold,
         row_cache_bytes=row_cache_bytes,
+        verify_rows=verify_rows,
         cores=cores,
     )
     made = stage(bundles, tokens, output_dir, config, force=force)

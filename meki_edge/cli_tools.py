@@ -32,6 +32,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
     threads: Threads = 2,
     io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
+    verify_rows: Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")] = False,
     on: Annotated[Place, typer.Option("--on", help="host: on this machine; adb: on a phone that has the bundle.")] = Place.host,
     serial: Serial = None,
     target: Target = TARGET,
@@ -60,6 +61,7 @@ def generate(
         seed=seed,
         threads=threads,
         io=io,
+        verify_rows=verify_rows,
     )
     if as_json:
         console.show_json(continue_text(bundle, prompt, config, lambda piece: None, run_json=run_json))

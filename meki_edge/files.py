@@ -67,13 +67,21 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Parse the JSON file ``path``; a missing or broken file is a :class:`UserError`."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("the file does not exist", where=path, fix="check the path") from None
     except IsADirectoryError:
         raise UserError("this is a directory, not a JSON file", where=path, fix="name a file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; ValueError (or RecursionError) if it is not valid, or holds what no UTF-8 text can."""
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # Python reads lone surrogates, and then cannot print them
+    return value
 
 
 def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
@@ -87,8 +95,8 @@ def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str
     return digest.hexdigest()
 
 
-def require_free_space(directory: Path, num_bytes: int, purpose: str) -> None:
-    """Raise :class:`UserError` unless ``num_bytes`` fit on the file system of ``directory``."""
+def require_free_space(directory: Path, num_bytes: int, purpose: str, option: str = "--output-dir") -> None:
+    """Raise :class:`UserError` unless ``num_bytes`` fit on the file system of ``directory``, which ``option`` names."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -97,5 +105,5 @@ def require_free_space(directory: Path, num_bytes: int, purpose: str) -> None:
         raise UserError(
             f"{purpose} needs {num_bytes / 1e6:,.1f} MB but only {free / 1e6:,.1f} MB are free",
             where=directory,
-            fix="free some space or choose another --output-dir",
+            fix=f"free some space or choose another {option}",
         )

@@ -40,6 +40,8 @@ class GenerateConfig:
     """Threads of the graph; None takes one a core."""
     io: str = "pread"
     """How rows are read: pread, direct or mmap."""
+    verify_rows: bool = False
+    """Compare every row that is read with its checksum; the ROM files need them."""
 
 
 class Detokenizer:
@@ -77,11 +79,13 @@ def generate(
 ) -> dict[str, Any]:
     """Continue ``prompt``; ``on_text`` gets the text piece by piece as it is sampled.
 
-    ``run_json`` runs the harness: on this machine, or on a phone (:class:`PhoneRunner`). An empty prompt starts from the end-of-text token, which separates documents in training.
+    ``run_json`` runs the harness: on this machine, or on a phone (:class:`PhoneRunner`). An empty
+    prompt starts from the end-of-text token, which separates documents in training.
 
     Returns:
         ``text``, ``stop`` ("eos" or "length"), counts of tokens, tokens/s of prompt and
-        generation, row I/O and stall a generated token, load time, peak RSS.
+        generation, row I/O and stall a generated token, how many of those waited for rows, whether
+        rows were checked, load time, peak RSS.
 
     Raises:
         UserError: the bundle is not whole, the context is too short, or the harness fails.
@@ -150,6 +154,7 @@ def _arguments(bundle: Path, prompt_file: Path, eos: int | None, config: Generat
     for flag in ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "io"):
         arguments += [f"--{flag.replace('_', '-')}", str(getattr(config, flag))]
     arguments += ["--threads", str(os.cpu_count() if config.threads is None else config.threads)]
+    arguments += ["--verify-rows"] if config.verify_rows else []
     return arguments + ([] if eos is None else ["--stop-token", str(eos)])
 
 
@@ -172,6 +177,8 @@ def _statistics(report: dict[str, Any], eos: int | None) -> dict[str, Any]:
         "generate_tokens_per_s": speed(generated),
         "io_us_per_token": per_token("io_us"),
         "stall_us_per_token": per_token("stall_us"),
+        "deadlines_missed": generated["deadlines_missed"],
+        "verify_rows": report["verify_rows"],
         "load_us": report["load_us"],
         "peak_rss_bytes": report["peak_rss_bytes"],
     }

@@ -21,7 +21,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from meki_edge.errors import UserError
+from meki_edge.files import parse_json
 
+MAX_INTEGER = 2**63 - 1
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 
 DTYPES: dict[str, np.dtype] = {
@@ -99,7 +101,7 @@ class SafetensorsFile:
             first, last, _ = rows.indices(count)
             shape = (max(last - first, 0), *entry.shape[1:])
             start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
-        array = np.empty(shape, DTYPES[entry.dtype])
+        array = self._empty(shape, DTYPES[entry.dtype], name)
         self._pread_into(array, start, name)
         assert array.nbytes == max(stop - start, 0)
         return _bf16_to_f32(array) if entry.dtype == "BF16" else array
@@ -113,7 +115,7 @@ class SafetensorsFile:
         dtype = DTYPES[entry.dtype]
         num_columns = entry.shape[1]
         first, last, _ = columns.indices(num_columns)
-        array = np.empty((len(ids), max(last - first, 0)), dtype)
+        array = self._empty((len(ids), max(last - first, 0)), dtype, name)
         for index, row in enumerate(ids):
             self._pread_into(array[index], entry.start + (int(row) * num_columns + first) * dtype.itemsize, name)
         return _bf16_to_f32(array) if entry.dtype == "BF16" else array
@@ -123,6 +125,16 @@ class SafetensorsFile:
         if name not in self.tensors:
             raise UserError(f"the tensor {name!r} is missing", where=self.path, fix="regenerate the checkpoint")
         return self.tensors[name]
+
+    def _empty(self, shape: tuple[int, ...], dtype: np.dtype, name: str) -> np.ndarray:
+        try:
+            return np.empty(shape, dtype)
+        except MemoryError:
+            raise UserError(
+                f"{math.prod(shape) * dtype.itemsize} bytes of the tensor {name!r} do not fit the memory",
+                where=self.path,
+                fix="free some memory, or check that this is the right file",
+            ) from None
 
     def _pread_into(self, array: np.ndarray, offset: int, name: str) -> None:
         view = memoryview(array).cast("B") if array.nbytes else memoryview(b"")
@@ -163,7 +175,10 @@ class SafetensorsFile:
         if header_bytes > min(MAX_HEADER_BYTES, self.size - 8):
             raise broken(f"the header claims {header_bytes} bytes but the file has {self.size}")
         try:
-            header = json.loads(self._pread(header_bytes, 8))
+            text = self._pread(header_bytes, 8).decode()
+            if not text.startswith("{"):
+                raise ValueError("it does not begin with '{'")
+            header = parse_json(text)
             self.metadata = dict(header.pop("__metadata__", {}))
             if not all(isinstance(value, str) for value in self.metadata.values()):
                 raise TypeError("__metadata__ maps strings to strings")
@@ -171,8 +186,8 @@ class SafetensorsFile:
             for name, fields in header.items():
                 begin, end = fields["data_offsets"]
                 shape = tuple(fields["shape"])
-                if not all(type(number) is int for number in (begin, end, *shape)):
-                    raise TypeError(f"the shape and offsets of {name!r} are not all integers")
+                if not all(type(number) is int and abs(number) <= MAX_INTEGER for number in (begin, end, *shape)):
+                    raise TypeError(f"the shape and offsets of {name!r} are not all integers of 63 bits")
                 self.tensors[name] = TensorEntry(
                     dtype=str(fields["dtype"]), shape=shape, start=data_start + begin, stop=data_start + end
                 )
@@ -181,11 +196,23 @@ class SafetensorsFile:
         for name, entry in self.tensors.items():
             if entry.dtype not in DTYPES:
                 raise broken(f"tensor {name!r} has the unsupported dtype {entry.dtype!r}")
-            expected = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+            expected = _num_bytes(entry.shape, DTYPES[entry.dtype].itemsize, self.size)
             if min(entry.shape, default=0) < 0 or entry.start < data_start or entry.stop - entry.start != expected:
                 raise broken(f"tensor {name!r} of shape {entry.shape} does not fit its byte range")
             if entry.stop > self.size:
                 raise broken(f"tensor {name!r} ends at byte {entry.stop} but the file has {self.size}")
+
+
+def _num_bytes(shape: tuple[int, ...], itemsize: int, limit: int) -> int:
+    """Bytes of a tensor, or some number beyond ``limit``: a product of all that a header may hold takes hours."""
+    if min(shape, default=1) <= 0:
+        return 0
+    num_bytes = itemsize
+    for size in shape:
+        num_bytes *= size
+        if num_bytes > limit:
+            break
+    return num_bytes
 
 
 class SafetensorsWriter:

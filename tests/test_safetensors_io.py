@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -68,6 +69,14 @@ def file_with(header: object, data: bytes = b"\0" * 16) -> bytes:
         (file_with(b"{oops"), "not valid"),
         (file_with(b"[1]"), "not valid"),
         (file_with({"a": {"dtype": "F32", "shape": [4]}}), "not valid"),
+        (file_with(b" {}"), "does not begin with"),
+        (file_with(b"\xef\xbb\xbf{}"), "does not begin with"),
+        (file_with(b"{}\0"), "not valid"),
+        (file_with({"a\ud800": {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}}), "surrogates not allowed"),
+        (file_with(b'{"__metadata__": {"x": "\xed\xa0\x80"}}'), "not valid"),
+        (file_with(b'{"a": {"dtype": "U8", "shape": [%s], "data_offsets": [0, 1]}}' % (b"9" * 4301)), "not valid"),
+        (file_with(b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [%s, 1]}}' % (b"9" * 4300)), "63 bits"),
+        (file_with({"a": {"dtype": "U8", "shape": [2**62] * 500_000, "data_offsets": [0, 16]}}), "does not fit"),
         (file_with({"a": {"dtype": "F31", "shape": [4], "data_offsets": [0, 16]}}), "unsupported dtype"),
         (file_with({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}), "does not fit its byte range"),
         (file_with({"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}}), "does not fit its byte range"),
@@ -80,6 +89,15 @@ def test_broken_headers_have_names(tmp_path: Path, contents: bytes, what: str) -
     path.write_bytes(contents)
     with pytest.raises(UserError, match=what):
         SafetensorsFile(path)
+
+
+def test_a_tensor_beyond_the_memory_has_a_name(tmp_path: Path) -> None:
+    """Sparse: 8 TB of zeros."""
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(file_with({"a": {"dtype": "I64", "shape": [2**40], "data_offsets": [0, 2**43]}}, b""))
+    os.truncate(path, path.stat().st_size + 2**43)
+    with SafetensorsFile(path) as file, pytest.raises(UserError, match="of the tensor 'a' do not fit the memory"):
+        file.read("a")
 
 
 def test_a_file_that_shrinks_while_read_is_an_error(tmp_path: Path) -> None:

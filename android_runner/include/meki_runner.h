@@ -75,18 +75,19 @@ typedef struct meki_options {
 
 /* Totals since meki_open or meki_reset; times in microseconds. */
 typedef struct meki_stats_data {
-    size_t struct_size;      /* to be set to sizeof(meki_stats_data) before the call */
-    uint64_t load_us;        /* what meki_open took */
+    size_t struct_size;        /* to be set to sizeof(meki_stats_data) before the call */
+    uint64_t load_us;          /* what meki_open took */
     uint64_t prefill_tokens;
     uint64_t prefill_us;
     uint64_t step_tokens;
     uint64_t step_us;
-    uint64_t run_us;         /* inside the graphs, of both */
-    uint64_t io_us;          /* the reader threads: fetching and decoding rows, beside the graph */
-    uint64_t stall_us;       /* the part of it that a graph had to wait for */
-    uint64_t bytes_read;     /* of rows, asked of the storage */
+    uint64_t run_us;           /* inside the graphs, of both */
+    uint64_t io_us;            /* the reader threads: fetching and decoding rows, beside the graph */
+    uint64_t stall_us;         /* the part of it that a graph had to wait for */
+    uint64_t deadlines_missed; /* times that it had to */
+    uint64_t bytes_read;       /* of rows, asked of the storage */
     uint64_t rows_read;
-    uint64_t cache_hits;     /* rows found in memory */
+    uint64_t cache_hits;       /* rows found in memory */
 } meki_stats_data;
 
 typedef struct meki_runner meki_runner;

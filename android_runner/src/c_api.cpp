@@ -51,8 +51,7 @@ constexpr const char* fix_argument = "see meki_runner.h";
 thread_local std::string last_error;
 
 meki_status fail(meki_status status, const std::string& message) {
-    last_error = message;
-    std::replace(last_error.begin(), last_error.end(), '\n', ' ');
+    last_error = meki::one_line(message);
     return status;
 }
 
@@ -139,6 +138,7 @@ void add(meki_stats_data& stats, const std::vector<meki::Step>& steps, std::size
         stats.run_us += step.run_us;
         stats.io_us += step.fetched.io_us;
         stats.stall_us += step.fetched.stall_us;
+        stats.deadlines_missed += step.fetched.deadlines_missed;
         stats.bytes_read += step.fetched.bytes_read;
         stats.rows_read += step.fetched.rows_read;
         stats.cache_hits += step.fetched.cache_hits;

@@ -103,14 +103,14 @@ bool dequantize_static(const std::uint8_t* source, std::size_t dim, const Quanti
 }
 
 constexpr Codec codecs[] = {
-    {"fp32", 32, 0, false, dequantize_fp32},
-    {"fp16", 16, 0, false, dequantize_fp16},
-    {"bf16", 16, 0, false, dequantize_bf16},
-    {"int8", 8, whole_segment, false, dequantize_int8},
-    {"int4", 4, 32, false, dequantize_int4<32>},
-    {"int4_64", 4, 64, false, dequantize_int4<64>},
-    {"static8", 8, 0, true, dequantize_static<std::uint8_t>},
-    {"static16", 16, 0, true, dequantize_static<std::uint16_t>},
+    {"fp32", 32, 0, false, false, dequantize_fp32},
+    {"fp16", 16, 0, false, true, dequantize_fp16},
+    {"bf16", 16, 0, false, false, dequantize_bf16},
+    {"int8", 8, whole_segment, false, false, dequantize_int8},
+    {"int4", 4, 32, false, false, dequantize_int4<32>},
+    {"int4_64", 4, 64, false, false, dequantize_int4<64>},
+    {"static8", 8, 0, true, false, dequantize_static<std::uint8_t>},
+    {"static16", 16, 0, true, false, dequantize_static<std::uint16_t>},
 };
 
 }  // namespace
@@ -149,6 +149,15 @@ bool to_half(const float* values, std::size_t count, std::uint16_t* out) {
         infinite |= (out[i] & half_infinity) == half_infinity;
     }
     return infinite == 0;
+}
+
+bool copy_halves(const std::uint8_t* source, std::size_t count, std::uint16_t* out) {
+    std::memcpy(out, source, count * sizeof *out);
+    unsigned damaged = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        damaged |= (out[i] & half_infinity) == half_infinity;
+    }
+    return damaged == 0;
 }
 
 }  // namespace meki

@@ -20,6 +20,8 @@ struct Codec {
     std::size_t scale_group;
     // The header's quantization says what the elements mean.
     bool is_static;
+    // The elements are float16: a graph that takes those gets them as they are.
+    bool is_half;
     // Turns `dim` encoded elements at `source` (any alignment) into float32; only static codecs use the
     // quantization. Returns false if the bytes are damaged: an element is NaN or infinite, or a scale is
     // that or negative.
@@ -38,5 +40,7 @@ std::string codec_names();
 
 // `count` numbers as the nearest float16, half to even. Returns false if one is infinite as such, or NaN.
 bool to_half(const float* values, std::size_t count, std::uint16_t* out);
+// `count` float16 at `source` (any alignment). Returns false if one is infinite or NaN.
+bool copy_halves(const std::uint8_t* source, std::size_t count, std::uint16_t* out);
 
 }  // namespace meki

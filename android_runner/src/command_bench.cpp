@@ -123,7 +123,7 @@ void bench(const BenchOptions& options) {
         tests.push_back(bench.decode(sampled));
     }
     output.commit(to_json(Report{"bench", backend->name(), ort_version, run.threads, cores, name_of(run.io),
-                                 run.drop_page_cache, run.row_cache_bytes, load_us, resident,
+                                 run.drop_page_cache, run.row_cache_bytes, run.verify_rows, load_us, resident,
                                  generator.rom_bytes_per_token(), std::move(tests), bench.prompt(),
                                  std::move(sampled)}));
 }

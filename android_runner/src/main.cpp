@@ -139,7 +139,8 @@ void run_bench(const std::vector<std::string>& arguments) {
 }
 
 RowsOptions parse_rows(const Options& options) {
-    return {options.required("--rom"), options.required("--ids-file"), parse_io(options), options.flag("--verify-rows")};
+    return {options.required("--rom"), options.required("--ids-file"), parse_io(options),
+            options.flag("--verify-rows")};
 }
 
 void run_rows(const std::vector<std::string>& arguments) {

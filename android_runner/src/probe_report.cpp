@@ -48,7 +48,9 @@ std::string to_json(const ProbeConfig& config, const ProbeReport& report) {
                                   {"tokens_per_s", entry.tokens_per_s},
                                   {"bytes_per_s", entry.bytes_per_s}});
         }
-        methods.push_back({{"method", method.method}, {"latency_us", spread(method.latencies_us)}, {"throughput", throughput}});
+        methods.push_back({{"method", method.method},
+                           {"latency_us", spread(method.latencies_us)},
+                           {"throughput", throughput}});
     }
     Json prefill = Json::array();
     for (const PrefillReport& entry : report.prefill) {

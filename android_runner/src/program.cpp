@@ -1,12 +1,12 @@
 #include "program.h"
 
-#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
 #include <new>
 
 #include "clock.h"
+#include "error.h"
 #include "interrupt.h"
 #include "options.h"
 
@@ -15,9 +15,7 @@ namespace meki {
 namespace {
 
 int report(const std::string& message, int status) {
-    std::string line = message;
-    std::replace(line.begin(), line.end(), '\n', ' ');
-    std::fprintf(stderr, "error: %s\n", line.c_str());
+    std::fprintf(stderr, "error: %s\n", one_line(message).c_str());
     return status;
 }
 

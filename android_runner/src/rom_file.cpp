@@ -81,15 +81,16 @@ void RomFile::parse_rows() {
         container_.fail("the tensor 'rows' is " + rows.dtype + ", not U8");
     }
     if (rows.shape.size() != 2 || rows.shape[0] == 0 || rows.shape[1] == 0 || rows.shape[1] > max_row_stride) {
-        container_.fail("the tensor 'rows' has shape " + Json(rows.shape).dump() + ", not [num_rows, row_stride]: it needs a row, "
-             "and rows of 1 to " + std::to_string(max_row_stride) + " bytes");
+        container_.fail("the tensor 'rows' has shape " + Json(rows.shape).dump() +
+                        ", not [num_rows, row_stride]: it needs a row, and rows of 1 to " +
+                        std::to_string(max_row_stride) + " bytes");
     }
     num_rows_ = rows.shape[0];
     row_stride_ = static_cast<std::size_t>(rows.shape[1]);
     data_start_ = rows.begin;
     if (data_start_ % page_bytes != 0) {
         container_.fail("the rows start at byte " + std::to_string(data_start_) + ", which is not a multiple of " +
-             std::to_string(page_bytes));
+                        std::to_string(page_bytes));
     }
 }
 
@@ -106,7 +107,7 @@ void RomFile::parse_segments() {
         const std::int64_t memory = object.integer("memory");
         if (layer < -1 || memory < 0 || (!segments_.empty() && !comes_after(layer, memory, segments_.back()))) {
             container_.fail("segment " + std::to_string(index) + " (layer " + std::to_string(layer) + ", memory " +
-                 std::to_string(memory) + ") is out of order");
+                            std::to_string(memory) + ") is out of order");
         }
         const Codec* codec = find_codec(object.text("codec"));
         if (codec == nullptr) {
@@ -119,8 +120,9 @@ void RomFile::parse_segments() {
         const bool sane = dim >= 1 && dim <= 2 * stride && offset >= static_cast<std::int64_t>(row_bytes_) &&
                           offset <= stride;
         if (!sane || codec->num_bytes(static_cast<std::size_t>(dim)) > static_cast<std::size_t>(stride - offset)) {
-            container_.fail("segment " + std::to_string(index) + " overlaps its neighbour or does not fit the row of " +
-                 std::to_string(row_stride_) + " bytes");
+            container_.fail("segment " + std::to_string(index) +
+                            " overlaps its neighbour or does not fit the row of " + std::to_string(row_stride_) +
+                            " bytes");
         }
         const Segment segment{layer, memory, static_cast<std::size_t>(offset),
                               static_cast<std::size_t>(dim), codec};
@@ -136,11 +138,12 @@ void RomFile::check_static(const Segment& segment) const {
     const std::string index = std::to_string(segments_.size());
     const Codec* first = segments_.empty() ? segment.codec : segments_.front().codec;
     if (first->is_static != segment.codec->is_static) {
-        container_.fail("some segments are " + std::string((first->is_static ? first : segment.codec)->name) + " and some are not");
+        const Codec* named = first->is_static ? first : segment.codec;
+        container_.fail("some segments are " + std::string(named->name) + " and some are not");
     }
     if (first->is_static && (segment.offset > row_bytes_ || segment.codec != first)) {
-        container_.fail("segment " + index + " is " + segment.codec->name + " and does not continue an array of it at byte " +
-             std::to_string(row_bytes_));
+        container_.fail("segment " + index + " is " + segment.codec->name +
+                        " and does not continue an array of it at byte " + std::to_string(row_bytes_));
     }
 }
 
@@ -262,13 +265,17 @@ const Segment* RomFile::deliver(const std::uint8_t* row, RowElement element, flo
             }
             return nullptr;
     }
-    const Segment* damaged = dequantize(row, floats);
+    const Segment* damaged = nullptr;
     auto* halves = static_cast<std::uint16_t*>(out);
     for (const Segment& segment : segments_) {
-        if (!to_half(floats, segment.dim, halves) && damaged == nullptr) {
+        const std::uint8_t* source = row + segment.offset;
+        const bool sound = segment.codec->is_half
+                               ? copy_halves(source, segment.dim, halves)
+                               : segment.codec->dequantize(source, segment.dim, quantization_, floats) &&
+                                     to_half(floats, segment.dim, halves);
+        if (!sound && damaged == nullptr) {
             damaged = &segment;
         }
-        floats += segment.dim;
         halves += segment.dim;
     }
     return damaged;

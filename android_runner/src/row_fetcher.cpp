@@ -25,6 +25,10 @@ FetchStats& FetchStats::operator+=(const FetchStats& other) {
     bytes_read += other.bytes_read;
     rows_read += other.rows_read;
     cache_hits += other.cache_hits;
+    deadlines_missed += other.deadlines_missed;
+    if (other.slack_us) {
+        slack_us = std::min(slack_us.value_or(*other.slack_us), *other.slack_us);
+    }
     return *this;
 }
 
@@ -49,7 +53,7 @@ RowFetcher::~RowFetcher() {
 void RowFetcher::submit(const std::uint32_t* sequence, std::size_t position, std::size_t count, RowTensor& out) {
     assert(count <= max_batch_ && count <= out.shape().num_tokens && submitted_ - taken_ < max_pending);
     // The slot is free: its last batch was waited for, and the reader only looks at submitted ones.
-    batches_[submitted_ % max_pending] = {sequence, position, count, &out, {}, nullptr};
+    batches_[submitted_ % max_pending] = {sequence, position, count, &out, {}, 0, nullptr};
     {
         const std::lock_guard lock(mutex_);
         ++submitted_;
@@ -60,15 +64,16 @@ void RowFetcher::submit(const std::uint32_t* sequence, std::size_t position, std
 FetchStats RowFetcher::wait() {
     assert(taken_ < submitted_);
     std::unique_lock lock(mutex_);
+    const std::uint64_t due_us = now_us();
+    const bool missed = finished_ == taken_;
     std::uint64_t stall_us = 0;
-    if (finished_ == taken_) {
-        const std::uint64_t begin = now_us();
+    if (missed) {
         if (begun_ == taken_) {
             fetch_next(lock);
         } else {
             finished_signal_.wait(lock, [this] { return finished_ > taken_; });
         }
-        stall_us = now_us() - begin;
+        stall_us = now_us() - due_us;
     }
     Batch& batch = batches_[taken_ % max_pending];
     ++taken_;
@@ -77,6 +82,8 @@ FetchStats RowFetcher::wait() {
     }
     FetchStats stats = batch.stats;
     stats.stall_us = stall_us;
+    stats.deadlines_missed = missed ? 1 : 0;
+    stats.slack_us = missed ? 0 : due_us - batch.ready_us;
     return stats;
 }
 
@@ -135,7 +142,8 @@ void RowFetcher::fetch(Batch& batch) {
         previous = &target;
         previous_rows = rows;
     }
-    batch.stats.io_us = now_us() - begin;
+    batch.ready_us = now_us();
+    batch.stats.io_us = batch.ready_us - begin;
 }
 
 std::size_t RowFetcher::read(const RowRun& run, const ElementType& type, void* rows) {

@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -25,6 +26,9 @@ struct FetchStats {
     std::uint64_t bytes_read = 0;  // asked of the file
     std::uint64_t rows_read = 0;   // distinct rows, from the file
     std::uint64_t cache_hits = 0;  // distinct rows, from memory
+    // Rows are due when the first part of the graph that takes them could start.
+    std::uint64_t deadlines_missed = 0;     // times that they were not ready then
+    std::optional<std::uint64_t> slack_us;  // how long before that they were: the least; none if none were due
 
     FetchStats& operator+=(const FetchStats& other);
 };
@@ -67,6 +71,7 @@ private:
         std::size_t count = 0;
         RowTensor* out = nullptr;
         FetchStats stats;
+        std::uint64_t ready_us = 0;
         std::exception_ptr failure;
     };
 

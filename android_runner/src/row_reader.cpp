@@ -225,9 +225,10 @@ void RowReader::fail_damaged(const RowRun& run, const Damage& damage, RowElement
     if (damage.segment == nullptr) {
         what += ": the checksum does not match";
     } else {
-        what += ", layer " + std::to_string(damage.segment->layer) + " memory " + std::to_string(damage.segment->memory);
-        what += damage.segment->codec->scale_group != 0 ? ": a scale is negative, NaN or infinite"
-                                                        : ": an element is NaN or infinite";
+        const Segment& segment = *damage.segment;
+        what += ", layer " + std::to_string(segment.layer) + " memory " + std::to_string(segment.memory);
+        what += segment.codec->scale_group != 0 ? ": a scale is negative, NaN or infinite"
+                                                : ": an element is NaN or infinite";
         what += element == RowElement::float16 ? ", or too large for float16" : "";
     }
     throw Error(what, rom_.file().path(), "copy the file again, and compare it with `meki-edge verify`");

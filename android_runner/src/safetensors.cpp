@@ -39,6 +39,9 @@ Safetensors::Safetensors(const std::string& path) : file_(path) {
 }
 
 void Safetensors::parse(const std::string& header, std::uint64_t header_end) {
+    if (header.empty() || header.front() != '{') {
+        fail("not a safetensors file: the header does not begin with '{'");
+    }
     const Json parsed = parse_json(header, file_.path(), fix());
     const JsonObject root(parsed, file_.path(), fix());
     if (root.has(metadata_key)) {

@@ -47,6 +47,8 @@ Json to_json(const Resident& resident) {
             {"file_bytes", resident.file_bytes}};
 }
 
+Json or_null(const std::optional<std::uint64_t>& value) { return value ? Json(*value) : Json(); }
+
 Json to_json(const Step& step) {
     return {{"num_tokens", step.num_tokens},
             {"start_us", step.start_us},
@@ -54,6 +56,8 @@ Json to_json(const Step& step) {
             {"run_us", step.run_us},
             {"io_us", step.fetched.io_us},
             {"stall_us", step.fetched.stall_us},
+            {"slack_us", or_null(step.fetched.slack_us)},
+            {"deadlines_missed", step.fetched.deadlines_missed},
             {"bytes_read", step.fetched.bytes_read},
             {"rows_read", step.fetched.rows_read},
             {"cache_hits", step.fetched.cache_hits}};
@@ -77,6 +81,7 @@ Json to_json(const Test& test) {
             {"num_tokens", num_tokens},
             {"elapsed_us", elapsed_us},
             {"cache_hit_rate", hit_rate},
+            {"deadlines_missed", fetched.deadlines_missed},
             {"steps", std::move(steps)}};
 }
 
@@ -106,6 +111,7 @@ std::string to_json(const Report& report) {
                        {"io", report.io},
                        {"page_cache_dropped", report.page_cache_dropped},
                        {"row_cache_bytes", report.row_cache_bytes},
+                       {"verify_rows", report.verify_rows},
                        {"load_us", report.load_us},
                        {"peak_rss_bytes", peak_rss_bytes()},
                        {"pss_bytes", pss_bytes()},

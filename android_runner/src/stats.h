@@ -42,6 +42,7 @@ struct Report {
     std::string io;
     bool page_cache_dropped;
     std::uint64_t row_cache_bytes;
+    bool verify_rows;
     std::uint64_t load_us;
     Resident resident_at_start;  // loaded, before the first timed step
     std::size_t rom_bytes_per_token;

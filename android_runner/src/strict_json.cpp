@@ -26,6 +26,9 @@ Json parse_json(const std::string& text, const std::string& where, const std::st
         }
         return true;
     };
+    if (text.find('\0') != std::string::npos) {  // where the parser takes the text to end
+        throw Error("not valid JSON: it holds a zero byte", where, fix);
+    }
     try {
         return Json::parse(text, limit_depth);
     } catch (const Json::exception& error) {

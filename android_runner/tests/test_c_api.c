@@ -93,6 +93,7 @@ static void test_statistics(const meki_runner* runner, size_t length, size_t cou
     CHECK(stats.load_us > 0 && stats.prefill_us > 0 && stats.step_us > 0);
     CHECK(stats.run_us > 0 && stats.run_us <= stats.prefill_us + stats.step_us);
     CHECK((stats.rows_read > 0) == (stats.bytes_read > 0) && stats.stall_us <= stats.prefill_us + stats.step_us);
+    CHECK(stats.deadlines_missed > 0 || stats.stall_us == 0);
 }
 
 /* A refusal leaves the runner as it was. */

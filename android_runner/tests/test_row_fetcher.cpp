@@ -47,8 +47,9 @@ void check_rows(const std::vector<std::vector<std::uint64_t>>& expected, const m
         CHECK(out.counts()[token] == count);
         for (std::size_t place = 0; place < places; ++place) {
             CHECK(static_cast<const float*>(out.mask())[token * places + place] == (place < count ? 0.0f : masked));
+            const auto* row = static_cast<const float*>(out.row(token, place));
             for (std::size_t i = 0; i < dim; ++i) {
-                CHECK(static_cast<const float*>(out.row(token, place))[i] == (place < count ? rom_element(expected[token][place], i) : 0.0f));
+                CHECK(row[i] == (place < count ? rom_element(expected[token][place], i) : 0.0f));
             }
         }
     }
@@ -71,6 +72,25 @@ void batches_with_duplicates() {
     const meki::FetchStats stats = fetcher.wait();
     check_rows(ids, out);
     CHECK(stats.rows_read == 4 && stats.bytes_read == 4 * dim * sizeof(float));
+    // Late or in time, the one or the other.
+    CHECK(stats.slack_us && stats.deadlines_missed <= 1);
+    CHECK(stats.deadlines_missed == 0 ? stats.stall_us == 0 : *stats.slack_us == 0);
+}
+
+void deadlines_add_up() {
+    meki::FetchStats sum;
+    CHECK(!sum.slack_us);  // nothing was due
+    meki::FetchStats in_time, late;
+    in_time.slack_us = 70;
+    late.slack_us = 0;
+    late.deadlines_missed = 1;
+    late.stall_us = 9;
+    sum += in_time;
+    CHECK(sum.slack_us == 70 && sum.deadlines_missed == 0);
+    sum += late;
+    sum += in_time;
+    sum += meki::FetchStats{};
+    CHECK(sum.slack_us == 0 && sum.deadlines_missed == 1 && sum.stall_us == 9);
 }
 
 // A token's rows are one read, wherever the batch is in the text; what is left of another token's rows, or
@@ -245,6 +265,7 @@ void overlap() {
 
 int main() {
     batches_with_duplicates();
+    deadlines_add_up();
     ragged();
     hashed();
     cached();

@@ -169,6 +169,39 @@ void too_large_for_float16() {
                 "row 65520, layer 0 memory 0: an element is NaN or infinite, or too large for float16");
 }
 
+// float16 elements reach a float16 graph bit by bit, beside those of another codec.
+void halves_as_they_are() {
+    const std::string path = directory / "halves.safetensors";
+    // Zeros, subnormals, the largest.
+    const std::vector<std::uint16_t> first = {0x0000, 0x8000, 0x0001, 0x83ff, 0x7bff};
+    const float second = 1.5f;
+    const std::vector<std::uint16_t> third = {0xfbff, 0x3c00};
+    nlohmann::json header = rom_header(3, 32, 1);
+    nlohmann::json segments = nlohmann::json::array();
+    const auto add = [&](std::size_t offset, std::size_t dim, const char* codec) {
+        const std::size_t layer = segments.size();
+        segments.push_back({{"layer", layer}, {"memory", 0}, {"offset", offset}, {"dim", dim}, {"codec", codec}});
+    };
+    add(1, first.size(), "fp16");  // nothing in a row is aligned
+    add(11, 1, "fp32");
+    add(16, third.size(), "fp16");
+    header["__metadata__"]["segments"] = segments.dump();
+    std::string data(3 * 32, '\0');
+    std::memcpy(data.data() + 32 + 1, first.data(), 10);
+    std::memcpy(data.data() + 32 + 11, &second, 4);
+    std::memcpy(data.data() + 32 + 16, third.data(), 4);
+    data[64 + 17] = 0x7c;  // row 2: infinite
+    write_file(path, safetensors(header.dump(), data));
+    for (const meki::IoMode mode : modes) {
+        const auto reader = open(path, mode);
+        std::vector<std::uint16_t> half(8);
+        reader->read({1, 1}, meki::RowElement::float16, half.data());
+        CHECK((half == std::vector<std::uint16_t>{0x0000, 0x8000, 0x0001, 0x83ff, 0x7bff, 0x3e00, 0xfbff, 0x3c00}));
+        CHECK_ERROR(reader->read({2, 1}, meki::RowElement::float16, half.data()),
+                    "row 2, layer 2 memory 0: an element is NaN or infinite");
+    }
+}
+
 void checksums() {
     const std::string path = directory / "checked.safetensors";
     write_ragged_rom(path, {0, 1, 5, 7, 8}, 64, 13);
@@ -277,6 +310,7 @@ int main() {
     static_rows();
     static_runs();
     too_large_for_float16();
+    halves_as_they_are();
     checksums();
     shrinking_file();
     damaged_row();

@@ -24,5 +24,6 @@ int main() {
     CHECK_ERROR(object.allow_only({"n", "x"}), "unknown key 'b' (known keys: n, x)");
     CHECK_ERROR(meki::parse_json("{", "file", ""), "not valid JSON");
     CHECK_ERROR(meki::parse_json("\"\xc3\"", "file", ""), "not valid JSON");
+    CHECK_ERROR(meki::parse_json(std::string("{}\0{", 4), "file", ""), "it holds a zero byte");
     CHECK_ERROR(meki::parse_json(std::string(1000000, '['), "file", ""), "nested deeper");
 }

@@ -25,6 +25,7 @@ from meki_edge.errors import UserError
 
 BINARY_VARIABLE = "ADB"
 SERIAL_VARIABLE = "ANDROID_SERIAL"
+EXIT_CODES = "shell_v2"  # the feature of a daemon that has them
 NO_EXIT_STATUS = 255  # the client's own, when the phone sent none
 STALL_SECONDS = 120.0  # a push that moves nothing for so long has lost its phone
 CLIENT_SECONDS = 60.0
@@ -78,7 +79,8 @@ class Adb:
         """The phone called ``serial``, or by default the only one (or ``$ANDROID_SERIAL``).
 
         Raises:
-            UserError: there is none, several, or it is not ready (unauthorized, offline …).
+            UserError: there is none, several, it is not ready (unauthorized, offline …), or its daemon tells
+                no exit codes, without which nothing that runs on it could be believed.
         """
         serial = serial or os.environ.get(SERIAL_VARIABLE)
         listed = self.devices()
@@ -101,12 +103,18 @@ class Adb:
             raise UserError("no phone is connected", where="adb devices", fix=fix)
         if chosen.state != "device":
             raise not_ready(chosen)
-        return Device(self, chosen.serial)
+        found = Device(self, chosen.serial)
+        if EXIT_CODES not in found.features():
+            fix = "use a phone with Android 10 or later"
+            what = f"the phone's adb daemon gives no exit codes (no {EXIT_CODES})"
+            raise UserError(what, where=found.serial, fix=fix)
+        return found
 
     def command(self, *arguments: str) -> list[str]:
         return [str(self.binary), *arguments]
 
-    def _output(self, arguments: list[str]) -> str:
+    def run(self, arguments: list[str]) -> tuple[int, str, str]:
+        """Exit status, stdout and stderr of a command that answers at once."""
         try:
             done = subprocess.run(
                 self.command(*arguments), stdin=subprocess.DEVNULL, capture_output=True, timeout=CLIENT_SECONDS
@@ -116,11 +124,15 @@ class Adb:
             raise UserError("adb's server does not answer", where=self.binary, fix=fix) from None
         except OSError as error:
             raise UserError(f"adb cannot be run: {error.strerror}", where=self.binary, fix="install it again") from None
-        if done.returncode != 0:
-            text = done.stderr.decode(errors="replace").strip() or "it said nothing"
+        return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+    def _output(self, arguments: list[str]) -> str:
+        status, stdout, said = self.run(arguments)
+        if status != 0:
             fix = "try `adb kill-server`; another program may hold its port"
-            raise UserError(f"`adb {arguments[0]}` failed: {text}", where=self.binary, fix=fix)
-        return done.stdout.decode(errors="replace")
+            what = f"`adb {arguments[0]}` failed: {said.strip() or 'it said nothing'}"
+            raise UserError(what, where=self.binary, fix=fix)
+        return stdout
 
 
 def find() -> Adb:
@@ -165,7 +177,14 @@ class Device:
 
     def features(self) -> set[str]:
         """What the phone's adb daemon can do, such as "shell_v2"."""
-        return set(self._client._output(["-s", self.serial, "features"]).split())
+        status, stdout, said = self._client.run(["-s", self.serial, "features"])
+        if status == 0:
+            return set(stdout.split())
+        if self.state() != "device":
+            raise self._lost(said)
+        fix = "install Android's platform-tools of version 28 or later, or name them with $ADB"
+        what = f"this adb cannot ask what the phone can do: {said.strip()}"
+        raise UserError(what, where=self._client.binary, fix=fix)
 
     def getprop(self, name: str) -> str:
         """A system property; empty if it is not set."""

@@ -36,6 +36,7 @@ def _record(results: dict[str, Any], arm: dict[str, Any], name: str, test: dict[
         "io": runner["io"] if has_rows else None,
         "rows": ("cold" if config["cold"] else "warm") if has_rows else None,
         "row_cache_bytes": config["row_cache_bytes"] if has_rows else None,
+        "verify_rows": runner["verify_rows"] if has_rows else None,
         "test": name,
         "depth": config["depth"],
         "num_tokens": test["num_tokens"],
@@ -46,6 +47,7 @@ def _record(results: dict[str, Any], arm: dict[str, Any], name: str, test: dict[
         **{f"io_us_{key}": test["io_us_per_token"][key] if has_rows else None for key in ("mean", "p50", "p99")},
         **{f"stall_us_{key}": test["stall_us_per_token"][key] if has_rows else None for key in ("mean", "p50", "p99")},
         "stall_share": test["stall_share"] if has_rows else None,
+        "deadlines_missed_share": test["deadlines_missed_share"],
         "cache_hit_share": test["cache_hit_share"],
         "bytes_read_per_token": test["bytes_read_per_token"] if has_rows else None,
         "rss_bytes": arm["rss_bytes"],
@@ -85,7 +87,8 @@ def _test(record: Record) -> str:
 
 
 def _io(record: Record) -> str | None:
-    return None if record["io"] is None else f"{record['io']}, {record['rows']}"
+    verified = ", verified" if record["verify_rows"] else ""
+    return None if record["io"] is None else f"{record['io']}, {record['rows']}{verified}"
 
 
 def _bytes(key: str) -> Callable[[Record], str | None]:
@@ -110,6 +113,7 @@ COLUMNS = (
     Column(label="tokens/s", write=_speed),
     Column(label="I/O µs/token p50 / p99", write=_pair("io_us_p50", "io_us_p99")),
     Column(label="stall µs/token", write=_plain("stall_us_mean", "{:,.1f}")),
+    Column(label="late", write=_plain("deadlines_missed_share", "{:.1%}")),
     Column(label="cache hits", write=_plain("cache_hit_share", "{:.1%}")),
     Column(label="RSS", write=_bytes("rss_bytes")),
     Column(label="read/token", write=_bytes("bytes_read_per_token")),

@@ -69,10 +69,10 @@ def bench(
     if output.complete is not None:
         return output.complete
     facts = phone_facts.read(device, places.target)
-    for arm in opened:
-        sideload.require_sideloaded(device, places, arm.directory, npu=config.npu)
     failures = output.partial / "failed"
     harness = PhoneRunner(device, places, npu=config.npu, failures=failures)
+    for arm in opened:
+        harness.require(arm.directory)
     trace = run.write_trace(output.partial, shards, config)
 
     def once(arm: Bundle, say: Callable[[str], None]) -> dict[str, Any]:

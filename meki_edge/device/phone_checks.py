@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meki_edge.device.adb import EXIT_CODES
 from meki_edge.device.phone_facts import PhoneFacts
 from meki_edge.errors import UserError
 
@@ -40,7 +41,7 @@ def platform(facts: PhoneFacts, target: str) -> list[Check]:
     return [
         _check(
             "adb shell",
-            "shell_v2" in facts.features,
+            EXIT_CODES in facts.features,
             "exit codes and separate errors",
             "no exit codes (the phone's adb daemon has no shell_v2)",
             "use a phone with Android 10 or later",

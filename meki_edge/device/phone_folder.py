@@ -101,8 +101,9 @@ def apply(device: Device, todo: Plan, advance: Callable[[int], None]) -> None:
     folder = todo.folder
     parents = sorted({folder.place(name).rpartition("/")[0] for name in [*folder.files, MANIFEST]})
     # The manifest first: from here on the folder counts as unfinished.
-    outdated = [folder.place(name) for name in (MANIFEST, *todo.remove)]
-    _must(device, commands([command("mkdir", "-p", *parents), command("rm", "-f", *outdated)]), folder.remote)
+    # What is sent is removed too: a file cannot take the place of a folder.
+    outdated = [folder.place(name) for name in dict.fromkeys((MANIFEST, *todo.remove, *todo.push))]
+    _must(device, commands([command("mkdir", "-p", *parents), command("rm", "-rf", *outdated)]), folder.remote)
     for name in todo.push:
         _send(device, _file(folder, name), folder.place(name), advance)
 

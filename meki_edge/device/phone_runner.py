@@ -8,6 +8,7 @@ ends, the process can be ended by it, and nothing is left on the phone.
 from __future__ import annotations
 
 import secrets
+import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from meki_edge.graph_spec import GraphSpec
 PROCESS, REPORT, POWER, STDERR = "process", "report.json", "power.txt", "stderr.txt"
 LOCAL_OPTIONS = ("--prompt-file", "--trace-file", "--ids-file")
 END_SECONDS = 15
+STARTING_MINUTES = 10  # a run's folder without a process is no longer one that starts
 
 # The number in the file `process` may be another program's by now: only one of this run is ended.
 _END = """
@@ -37,6 +39,10 @@ for i in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do ours || break; sleep 0.2; done
 ours && kill -KILL "$number"
 true
 """
+
+
+# The input of the phone's shell is a pipe that only our process holds: its end means that we are gone, even by SIGKILL.
+_WATCH = "exec 3<&0 && {{ ( cat <&3; grep -q {name} /proc/$$/cmdline && kill -TERM $$ ) >/dev/null 2>&1 & }}"
 
 
 class PhoneRunner:
@@ -57,7 +63,7 @@ class PhoneRunner:
         self.device, self.places = device, places
         self._npu = npu
         self._failures = failures
-        self._bundles: dict[str, str] = {}  # what was checked already: directory here → folder there
+        self._bundles: dict[Path, str] = {}  # what was checked already: directory here → folder there
         self._forget_dead_runs()
 
     def run_json(self, arguments: list[str], *, on_token: Callable[[int], None] | None = None) -> dict[str, Any]:
@@ -82,7 +88,7 @@ class PhoneRunner:
 
     def warm(self, bundle: Path, ids: Path) -> None:
         """Read the rows of a text into the phone's page cache."""
-        remote = self._bundle(str(bundle))
+        remote = self.require(bundle)
         spec_path = bundle / graph_spec.FILE_NAME
         spec = GraphSpec.from_json(read_json(spec_path), spec_path)
         folder = f"{self.places.runs}/run-{secrets.token_hex(6)}"
@@ -96,10 +102,10 @@ class PhoneRunner:
         finally:
             self.device.run(command("rm", "-rf", folder))
 
-    def _bundle(self, directory: str) -> str:
+    def require(self, directory: Path) -> str:
         """The folder of a bundle on the phone, which must be there and whole."""
         if directory not in self._bundles:
-            there = sideload.require_sideloaded(self.device, self.places, Path(directory), npu=self._npu)
+            there = sideload.require_sideloaded(self.device, self.places, directory, npu=self._npu)
             self._bundles[directory] = there
         return self._bundles[directory]
 
@@ -109,7 +115,7 @@ class PhoneRunner:
         files: list[tuple[Path, str]] = []
         for option, word in zip([""] + arguments, arguments, strict=False):
             if option == "--bundle":
-                word = self._bundle(word)
+                word = self.require(Path(word))
             elif option in LOCAL_OPTIONS:
                 files.append((Path(word), f"{folder}/{Path(word).name}"))
                 word = files[-1][1]
@@ -128,13 +134,16 @@ class PhoneRunner:
                 self.places.environment,
                 f"echo $$ >{PROCESS}",
                 "{ " + phone_conditions.power_sampler(f"{folder}/{POWER}") + "; }",
-                f"exec {command(f'{runtime}/{RUNNER}', *words)}",
+                _WATCH.format(name=name),
+                f"exec {command(f'{runtime}/{RUNNER}', *words)} </dev/null 3<&-",
             ]
         )
         with tempfile.TemporaryDirectory(prefix="meki-edge-") as scratch:
             log = Path(scratch) / STDERR
             with open(log, "wb") as stderr:
-                status = runner.stream(self.device.shell_command(script), stderr.fileno(), on_token)
+                status = runner.stream(
+                    self.device.shell_command(script), stderr.fileno(), on_token, stdin=subprocess.PIPE
+                )
             said = log.read_text(encoding="utf-8", errors="replace")
             self.device.require_connection(status, "" if runner.reported_error(said) else said)
             report = self._pulled(folder, Path(scratch))
@@ -192,7 +201,8 @@ class PhoneRunner:
             for name in run-*; do
                 number=$(cat "$name/process" 2>/dev/null)
                 if [ -n "$number" ] && grep -q "$name" "/proc/$number/cmdline" 2>/dev/null; then echo "$number"
-                elif [ -n "$number" ]; then rm -rf "$name"
+                elif [ -n "$number" ] || [ -n "$(find "$name" -maxdepth 0 -mmin +{STARTING_MINUTES})" ]; then
+                    rm -rf "$name"
                 fi
             done"""
         alive = self.device.run(script).stdout.split()

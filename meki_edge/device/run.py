@@ -33,6 +33,7 @@ STAGE = "run"
 SCHEMA = 2  # of results.json
 RESULTS = "results.json"
 TRACE = "raw/trace.txt"
+RUNNER_FACTS = ("runner_version", "backend", "ort_version", "threads", "cores", "io", "verify_rows")
 WARM_ROWS = 1024  # read at a time to warm the page cache
 
 
@@ -57,6 +58,8 @@ class RunConfig:
     read the rows of the trace into it first, so that they come from memory."""
     row_cache_bytes: int = 0
     """Memory of the harness's own cache of rows; 0: none. Not with ``mmap``."""
+    verify_rows: bool = False
+    """Compare every row that is read with its checksum; the ROM files need them."""
     cores: str = "big"
     """Where the harness runs: ``big`` keeps off the slowest cores, where a processor has several kinds; ``all``."""
 
@@ -187,7 +190,8 @@ def bench_arguments(arm: Bundle, trace: Path, config: RunConfig) -> list[str]:
     arguments = ["bench", "--bundle", str(arm.directory), "--trace-file", str(trace)]
     for flag in ("prompt_tokens", "generate_tokens", "depth", "threads", "cores", "io", "row_cache_bytes"):
         arguments += [f"--{flag.replace('_', '-')}", str(getattr(config, flag))]
-    return [*arguments, "--warmup", "1", *(["--drop-page-cache"] if config.cold else [])]
+    flags = {"--drop-page-cache": config.cold, "--verify-rows": config.verify_rows}
+    return [*arguments, "--warmup", "1", *(flag for flag, given in flags.items() if given)]
 
 
 def _bench(arm: Bundle, trace: Path, config: RunConfig) -> dict[str, Any]:
@@ -237,7 +241,7 @@ def summarize(
     return {
         "schema": SCHEMA,
         "host": host.facts(),
-        "runner": {key: first[key] for key in ("runner_version", "backend", "ort_version", "threads", "cores", "io")},
+        "runner": {key: first[key] for key in RUNNER_FACTS},
         "config": to_dict(config),
         "arms": entries,
         "ratios": [
@@ -281,9 +285,16 @@ def _summarize_test(repetitions: list[dict[str, Any]]) -> dict[str, Any]:
         "io_us_per_token": per_token("io_us"),
         "stall_us_per_token": per_token("stall_us"),
         "stall_share": sum(step["stall_us"] for step in steps) / sum(r["elapsed_us"] for r in repetitions),
+        "deadlines_missed_share": _missed(steps),
         "bytes_read_per_token": sum(step["bytes_read"] for step in steps) / num_tokens,
         "cache_hit_share": stats.share(sum(s["cache_hits"] for s in steps), sum(s["rows_read"] for s in steps)),
     }
+
+
+def _missed(steps: list[dict[str, Any]]) -> float | None:
+    """The share of steps whose rows were not ready when the graph could take them; None where none were due."""
+    late = [step["deadlines_missed"] > 0 for step in steps if step["slack_us"] is not None]
+    return stats.share(sum(late), len(late) - sum(late))
 
 
 def _memory(reports: list[dict[str, Any]]) -> dict[str, int | None]:

@@ -93,9 +93,11 @@ def _run(arguments: list[str], on_token: Callable[[int], None] | None) -> None:
             log.unlink(missing_ok=True)
 
 
-def stream(command: list[str], stderr: int, on_token: Callable[[int], None] | None) -> int:
+def stream(
+    command: list[str], stderr: int, on_token: Callable[[int], None] | None, *, stdin: int = subprocess.DEVNULL
+) -> int:
     """Run ``command``, handing on the ids that it prints; its exit status, or minus the signal that ended it."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr}
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
             assert process.stdout is not None

@@ -166,8 +166,8 @@ def require_sideloaded(device: Device, places: Layout, bundle: Path, *, npu: boo
     packed = manifest.load(bundle, stages=(STAGE,))
     title = packed.metrics["name"]
     remote = places.bundle(title)
-    command_line = f"meki-edge sideload {bundle} -s {device.serial}"
-    fix = f"run `{command_line}`" + ("" if places.target == phone_facts.TARGET else f" with --target {places.target!r}")
+    own_target = [] if places.target == phone_facts.TARGET else ["--target", places.target]
+    fix = f"run `{command('meki-edge', 'sideload', str(bundle), '-s', device.serial, *own_target)}`"
     own = bundle / manifest.FILE_NAME
     there = phone_folder.listing(device, remote)
     if manifest.FILE_NAME not in there:
@@ -182,15 +182,34 @@ def require_sideloaded(device: Device, places: Layout, bundle: Path, *, npu: boo
             where=bundle,
             fix="run `meki-edge compile`, pack with --compiled, and sideload; or measure with --compute cpu",
         )
-    for name, entry in packed.files.items():
-        if (npu or not name.startswith(NPU_PREFIX)) and there.get(name) != entry.bytes:
-            what = f"{name!r} of the bundle {title!r} was changed on the phone, or left out"
-            raise UserError(what, where=f"{device.serial}:{remote}", fix=fix)
-    runtime = phone_folder.listing(device, places.runtime)
-    if manifest.FILE_NAME not in runtime or (npu and phone_runtime.QNN_LIBRARY not in runtime):
+    wanted = {
+        name: (entry.bytes, entry.sha256)
+        for name, entry in packed.files.items()
+        if npu or not name.startswith(NPU_PREFIX)
+    }
+    if name := _changed(device, remote, wanted):
+        what = f"{name!r} of the bundle {title!r} was changed on the phone, or left out"
+        raise UserError(what, where=f"{device.serial}:{remote}", fix=fix)
+    runtime = _runtime_there(device, places).get("files", {})
+    if not runtime or (npu and phone_runtime.QNN_LIBRARY not in runtime):
         what = "the harness, or a library of it, is not on the phone or was only half pushed"
         raise UserError(what, where=f"{device.serial}:{places.runtime}", fix=fix)
+    if name := _changed(device, places.runtime, {name: (e["bytes"], e["sha256"]) for name, e in runtime.items()}):
+        raise UserError(f"{name!r} was changed on the phone", where=f"{device.serial}:{places.runtime}", fix=fix)
     return remote
+
+
+def _changed(device: Device, remote: str, files: dict[str, tuple[int, str]]) -> str | None:
+    """The first of ``files`` (name → bytes, SHA-256) that is not so in a folder of the phone."""
+    there = phone_folder.listing(device, remote)
+    if sizes := next((name for name, (size, _) in files.items() if there.get(name) != size), None):
+        return sizes
+    with console.byte_progress("checking on the phone", sum(size for size, _ in files.values())) as advance:
+        for name, (size, sha256) in files.items():
+            if phone_folder.digest(device, f"{remote}/{name}", size) != sha256:
+                return name
+            advance(size)
+    return None
 
 
 def _open(bundles: list[Path]) -> list[Bundle]:
@@ -244,7 +263,11 @@ def _runtime_there(device: Device, places: Layout) -> dict[str, Any]:
         found = json.loads(text)
     except json.JSONDecodeError:
         return {}
-    return found if isinstance(found, dict) else {}
+    files, versions = (found.get(key) if isinstance(found, dict) else None for key in ("files", "versions"))
+    if not isinstance(files, dict) or not isinstance(versions, dict):
+        return {}
+    whole = all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values())
+    return found if whole else {}
 
 
 def _local(path: Path, executable: bool = False) -> LocalFile:

@@ -26,7 +26,9 @@ def tensor_checksums(spec: RomSpec) -> np.ndarray:
     return np.array([zlib.crc32(array) for array in spec.addressing.tensors().values()], np.uint32)
 
 
-def check_rows(raw: np.ndarray, expected: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | PathLike[str]) -> None:
+def check_rows(
+    raw: np.ndarray, expected: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | PathLike[str]
+) -> None:
     """Compare rows ``ids`` ``[n]``, uint8 ``[n, row_stride]``, with their checksums uint32 ``[n]``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How row elements become bytes and back (``docs/rom-format.md``, "Codecs").
+"""How row elements become bytes and back (``docs/rom-format.md``).
 
 int8 and int4: ``value = code · scale`` with float16 scales kept inside the row, codes rounded half
 to even. The scale is fixed first, as the smallest float16 with ``largest |value| ≤ max_code · scale``,

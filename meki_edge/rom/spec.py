@@ -16,6 +16,7 @@ import numpy as np
 
 from meki_edge.config import from_dict, to_dict
 from meki_edge.errors import UserError, nearest
+from meki_edge.files import parse_json
 from meki_edge.graph_spec import Quantization
 from meki_edge.rom import addressing as rom_addressing
 from meki_edge.rom.addressing import Addressing, Ragged
@@ -23,6 +24,8 @@ from meki_edge.rom.addressing import Addressing, Ragged
 FORMAT = "meki-edge-rom"
 VERSION = 1
 PAGE_BYTES = 4096
+MAX_STRIDE = 1 << 30
+MAX_INTEGER = 2**63 - 1  # of a header
 TENSOR = "rows"
 CHECKSUMS = "checksums"
 """The metadata key, and the tensor U32 ``[num_rows + other tensors]`` after all others."""
@@ -255,10 +258,13 @@ def from_metadata(
     for key in ("addressing", "segments", "tokenizer_sha256", "source_sha256"):
         if key not in metadata:
             raise broken(f"the header lacks {key!r}")
-    if len(shape) != 2 or min(shape) < 1:
-        raise broken(f"the tensor 'rows' has shape {shape}, not [num_rows, row_stride]")
+    if len(shape) != 2 or min(shape) < 1 or shape[1] > MAX_STRIDE:
+        wanted = f"[num_rows, row_stride]: it needs a row, and rows of 1 to {MAX_STRIDE} bytes"
+        raise broken(f"the tensor 'rows' has shape {shape}, not {wanted}")
     segments = _segments(_json(metadata, "segments", broken), shape[1], where, broken)
     parameters = _json(metadata, "addressing_parameters", broken)
+    if not isinstance(parameters, dict):
+        raise broken(f"'addressing_parameters' is not a JSON object: {metadata['addressing_parameters']:.80}")
     if CHECKSUMS in metadata and _canonical(_json(metadata, CHECKSUMS, broken)) != _canonical(CHECKSUM_KIND):
         raise broken(f"'checksums' are {metadata[CHECKSUMS]}, this reader knows {_canonical(CHECKSUM_KIND)}")
     return RomSpec(
@@ -283,6 +289,8 @@ def _segments(
     for index, segment in enumerate(segments):
         if not previous < (segment.layer, segment.memory) or segment.layer < -1 or segment.memory < 0:
             raise broken(f"segment {index} (layer {segment.layer}, memory {segment.memory}) is out of order")
+        if max(segment.layer, segment.memory) > MAX_INTEGER:
+            raise broken(f"segment {index} has numbers of more than 63 bits")
         previous = (segment.layer, segment.memory)
         size = codec(segment.codec, f"{where}: segments[{index}].codec").num_bytes(segment.dim)
         if segment.dim < 1 or segment.offset < end or segment.offset + size > stride:
@@ -318,6 +326,6 @@ def _canonical(value: Any) -> str:
 
 def _json(metadata: Mapping[str, str], key: str, broken: Callable[[str], UserError]) -> Any:
     try:
-        return json.loads(metadata.get(key, "{}"))
+        return parse_json(metadata.get(key, "{}"))
     except (ValueError, RecursionError) as error:
         raise broken(f"{key!r} is not valid JSON: {error}") from None

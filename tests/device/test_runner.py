@@ -168,12 +168,18 @@ def test_a_hostile_file_is_a_named_error(
 
 @pytest.mark.parametrize(
     ("ids", "what"),
-    [("8", "row 8 is not in the file, which has 8"), ("", "holds no token ids"), ("1 -2", "'-2' is not a token id")],
+    [
+        ("8", "row 8 is not in the file, which has 8"),
+        ("", "holds no token ids"),
+        ("1 -2", "'-2' is not a token id"),
+        ("1\0\x1b[2J", "'1  [2J' is not a token id"),
+    ],
 )
 def test_bad_ids(binary: Path, tmp_path: Path, ids: str, what: str) -> None:
     write_rom(tmp_path / "rom.safetensors", [(50, "int8")], 8)
     done = rows_command(binary, tmp_path / "rom.safetensors", ids)
-    assert done.returncode == 1 and what in done.stderr.decode()
+    error = done.stderr.decode()
+    assert done.returncode == 1 and what in error and error.endswith(" white space\n" if "'" in what else "\n")
 
 
 # --- The model: prefill, decode and sampling ---------------------------------------------------------------

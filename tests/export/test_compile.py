@@ -278,7 +278,7 @@ def test_no_wheel_for_this_platform(
 
 @needs_qnn
 def test_agreement_measures() -> None:
-    from export.qnn_worker import agreement
+    from export.agreement import agreement
 
     generator = np.random.default_rng(0)
     expected = generator.standard_normal((5, 9)).astype(np.float32)

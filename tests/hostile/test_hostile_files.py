@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import struct
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_files import GOLDEN, Change, ids_file, lying, metadata, nested, rotten, segment, tensor
+from hostile_files import GOLDEN, Change, ids_file, lying, metadata, nested, parts_of, rotten, segment, tensor, whole
 
 from meki_edge.errors import UserError
 from meki_edge.rom import inspect
@@ -71,6 +73,12 @@ HEADERS: list[tuple[str, str, Change, str, str]] = [
     ("checksums absent", INT8, metadata(checksums=CRC32), f"{CHECKSUMS} is missing", f"{CHECKSUMS} is missing"),
     ("checksums signed", CHECKED, tensor("checksums", dtype="I32"), f"{CHECKSUMS} is I32", f"{CHECKSUMS} is I32"),
     ("checksums in two axes", CHECKED, tensor("checksums", shape=[6, 1]), "not U32 of one axis", "not U32 of one axis"),
+    ("a layer of 64 bits", INT8, segment(3, layer=2**63), "more than 63 bits", "'layer' must be an integer"),
+    ("a memory of 64 bits", INT8, segment(3, memory=2**63), "more than 63 bits", "'memory' must be an integer"),
+    ("parameters a list", INT8, metadata(addressing_parameters=[]), "not a JSON object", "expected a JSON object"),
+    ("parameters null", INT8, metadata(addressing_parameters="null"), "not a JSON object", "expected a JSON object"),
+    ("half a character", INT8, metadata(spare="\ud800"), "surrogates not allowed", "not valid JSON"),
+    ("half a character inside", INT8, segment(0, codec="\ud800"), "surrogates not allowed", "not valid JSON"),
     ("checksums of negative length", CHECKED, tensor("checksums", shape=[-6]), "does not fit", "not sizes"),
     ("checksums past the end", CHECKED, tensor("checksums", shape=[9]), "does not fit its byte range", "does not fit"),
 ]  # fmt: skip
@@ -85,6 +93,32 @@ def test_a_header_that_lies(
         RomReader(path)
     assert python in caught.value.what and str(path) in caught.value.where and caught.value.fix
     assert harness in refusal(binary, path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(b"\xef\xbb\xbf", b""), (b" ", b""), (b"", b"\0"), (b"", b"\0{"), (b"", b"{}")]
+)
+def test_more_than_a_json_object(binary: Path, tmp_path: Path, before: bytes, after: bytes) -> None:
+    """What some JSON parsers skip and others do not: a file that is sound for one reader only."""
+    header, data = parts_of(INT8)
+    contents = whole(header, b"")
+    text = before + contents[8:].rstrip(b" ") + after
+    text += b" " * (-(8 + len(text)) % 4096)
+    path = tmp_path / "rom.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    with pytest.raises(UserError, match="the safetensors header is not valid"):
+        RomReader(path)
+    assert ("does not begin with" if before else "not valid JSON") in refusal(binary, path, tmp_path)
+
+
+def test_rows_beyond_a_gigabyte(binary: Path, tmp_path: Path) -> None:
+    """A sparse file of two rows, one byte too long each."""
+    stride = 2**30 + 1
+    path = lying(tmp_path / "rom.safetensors", INT8, tensor("rows", shape=[2, stride], data_offsets=[0, 2 * stride]))
+    os.truncate(path, path.stat().st_size - 6 * 64 + 2 * stride)
+    with pytest.raises(UserError, match=r"it needs a row, and rows of 1 to 1073741824 bytes"):
+        RomReader(path)
+    assert "it needs a row, and rows of 1 to 1073741824 bytes" in refusal(binary, path, tmp_path)
 
 
 def refusal(binary: Path, path: Path, directory: Path, *options: str) -> str:

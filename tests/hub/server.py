@@ -54,6 +54,9 @@ class Faults:
     expired_parts: int = 0
     """How many of the next uploaded parts find their link expired."""
 
+    missing_links: int = 0
+    """How many links the next uploads are short of."""
+
     polls_per_state: int = 1
     """How often a job must be looked at before it moves on."""
 

@@ -188,6 +188,7 @@ def _open_upload(hub: Any, data: bytes, parameters: dict[str, list[str]], model_
     size, upload = int(parameters["file_size"][0]), hub.new_id("u")
     hub.uploads[upload] = {}
     urls = [f"{hub.storage}/put/{upload}/{index}?signature=abc" for index in range(-(-size // hub.part_bytes))]
+    del urls[len(urls) - hub.faults.missing_links :]
     parts = messages.FileMultipartUploadURL(urls=urls, upload_id=upload, max_part_size=hub.part_bytes)
     return messages.FileUploadResponse(multipart_url=parts)
 

@@ -267,7 +267,7 @@ def test_ledger(tmp_path: Path) -> None:
     assert key != request_key("link", "https://x", options="o", digest="d")
     entry = Entry(kind="compile", key=key, label="a", service="https://x", state=FAILED, name="a", id="j1", created="2")
     assert ledger.get(key) is None and ledger.put(entry) == entry == Ledger(tmp_path / "ledger").get(key)
-    older = Entry(kind="model", key="k", label="b", service="https://x", state="done", name="b", created="1")
+    older = Entry(kind="model", key="k", label="b", service="x", state="done", name="b", id="m", created="1")
     ledger.put(older)
     assert ledger.entries() == [older, entry] and ledger.job("j1") == entry
     with pytest.raises(UserError, match="no job 'j2' was submitted from here") as caught:

@@ -30,9 +30,14 @@ def kinds(service: Loopback) -> dict[str, int]:
     return {kind: found.count(kind) for kind in found}
 
 
-def test_interrupted_everywhere(lab: Lab, bundles: dict[str, Path], tokens_dir: Path) -> None:
+def test_interrupted_everywhere(
+    lab: Lab, bundles: dict[str, Path], tokens_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C after 1, 2, 3 … requests, until a run gets through: as many jobs as one run sends."""
     config = HubConfig(devices=(S25,), infer_steps=1)
+    temporary = lab.directory / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     stops = 0
     while True:
         lab.hub.faults.interrupt_after = stops + 1
@@ -49,6 +54,7 @@ def test_interrupted_everywhere(lab: Lab, bundles: dict[str, Path], tokens_dir: 
     assert {entry.state for entry in entries} == {DONE}
     assert {entry.id for entry in entries if entry.kind not in ("model", "dataset")} == set(lab.hub.jobs)
     assert not list((lab.directory / "ledger/uploads").iterdir()), "no archive stays"
+    assert not list(temporary.iterdir()), "nor what the client wrote"
 
 
 def test_an_upload_goes_on_at_its_part(lab: Lab, bundles: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -142,12 +143,25 @@ def test_an_old_daemon_knows_neither_stat_v2_nor_separate_errors(
     make_phone: Callable[..., Phone], tmp_path: Path
 ) -> None:
     phone = make_phone(features=["cmd"])
-    device = adb.find().device(None)
+    with pytest.raises(UserError, match="gives no exit codes"):
+        adb.find().device(None)
+    device = adb.Device(adb.find(), phone.serial)
     (tmp_path / "file").write_bytes(b"0123456789" * 1000)
     device.push(tmp_path / "file", f"{phone.directory}/copy")
     device.pull(f"{phone.directory}/copy", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == (tmp_path / "file").read_bytes()
     assert "shell_v2" not in device.features()
+
+
+def test_an_old_client(phone: Phone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "adb"
+    script = 'case " $* " in *" features "*) echo "adb: unknown command features" >&2; exit 1;; esac'
+    old.write_text(f'#!/bin/sh\n{script}\nexec {shutil.which("adb")} "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("ADB", str(old))
+    with pytest.raises(UserError, match="this adb cannot ask .*unknown command features") as caught:
+        adb.find().device(phone.serial)
+    assert "platform-tools" in caught.value.fix
 
 
 def test_only_one_file_runs_adb() -> None:

@@ -150,6 +150,25 @@ def test_ctrl_c_leaves_no_process_on_the_phone(
     assert not arm_phone.left_behind() and not list(Path(arm_phone.target).glob("runs/*"))
 
 
+def test_kill_9_leaves_no_process_on_the_phone(
+    bring: Callable[..., PhoneRunner], misbehaving: Callable[[int], Path], arm_phone: Phone, bundles: dict[str, Path]
+) -> None:
+    harness = bring(misbehaving(2))
+    options = ["--on", "adb", "-s", arm_phone.serial, "--target", arm_phone.target]
+    process = subprocess.Popen([*COMMAND, "generate", str(bundles["dense"]), "Hello", *options])
+    wait_for_process(arm_phone)
+    assert arm_phone.processes()
+    process.kill()
+    process.wait()
+    assert not arm_phone.left_behind()
+    starting, stale = (Path(arm_phone.target) / "runs" / name for name in ("run-starting", "run-stale"))
+    starting.mkdir()
+    stale.mkdir()
+    os.utime(stale, (0, 0))
+    PhoneRunner(harness.device, harness.places)
+    assert list(Path(arm_phone.target).glob("runs/*")) == [starting], "the next run tidies up"
+
+
 def test_the_phone_goes_offline_half_way(
     bring: Callable[..., PhoneRunner], misbehaving: Callable[[int], Path], arm_phone: Phone,
     bundles: dict[str, Path], tmp_path: Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -147,10 +148,35 @@ def test_a_file_changed_on_the_phone_is_sent_again_and_strangers_go(
     weights = folder / "weights.data"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     (folder / "a stranger").touch()
+    with pytest.raises(UserError, match="'weights.data' of the bundle 'dense' was changed on the phone") as caught:
+        sideload.require_sideloaded(device, sideload.layout(phone.target), bundles["dense"])
+    assert shlex.split(caught.value.fix.split("`")[1])[-2:] == ["--target", phone.target]
     found = sideload.sideload([bundles["dense"]], device, config)
     assert found["changes"]["bundles/dense"] == ["weights.data", "manifest.json"] and found["removed_files"] == 2
     assert weights.read_bytes() == (bundles["dense"] / "weights.data").read_bytes()
     assert not (folder / "a stranger").exists()
+
+
+def test_a_folder_in_a_files_place_and_a_changed_harness_are_mended(
+    device: Device, phone: Phone, config: SideloadConfig, bundles: dict[str, Path]
+) -> None:
+    sideload.sideload([bundles["dense"]], device, config)
+    weights, harness = (Path(phone.target) / name for name in ("bundles/dense/weights.data", "runtime/meki-runner"))
+    weights.unlink()
+    weights.mkdir()
+    original = harness.read_bytes()
+    harness.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    sideload.sideload([bundles["dense"]], device, config)
+    assert weights.read_bytes() == (bundles["dense"] / "weights.data").read_bytes() and harness.read_bytes() == original
+    places = sideload.layout(phone.target)
+    sideload.require_sideloaded(device, places, bundles["dense"])
+    harness.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    with pytest.raises(UserError, match="'meki-runner' was changed on the phone"):
+        sideload.require_sideloaded(device, places, bundles["dense"])
+    for broken in ("[]", '{"files": []}', '{"files": {"meki-runner": 1}, "versions": {}}'):
+        (harness.parent / "manifest.json").write_text(broken)
+        with pytest.raises(UserError, match="the harness, .* only half pushed"):
+            sideload.require_sideloaded(device, places, bundles["dense"])
 
 
 def test_another_bundle_of_that_name_replaces_it(
@@ -281,14 +307,6 @@ def test_phones_that_cannot_run_it(
     phone.set_properties(**changes)
     with pytest.raises(UserError, match=what):
         sideload.sideload([bundles["dense"]], device, config)
-
-
-def test_an_adb_daemon_without_exit_codes(
-    make_phone: Callable[..., Phone], tmp_path: Path, bundles: dict[str, Path]
-) -> None:
-    phone = make_phone(features=["cmd"])
-    with pytest.raises(UserError, match="no exit codes"):
-        sideload.sideload([bundles["dense"]], adb.find().device(None), SideloadConfig(target=phone.target))
 
 
 def test_pages_larger_than_the_libraries_allow(
