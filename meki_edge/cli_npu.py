@@ -94,7 +94,7 @@ def lint(
     elif findings:
         console.show_table(f"{path}: {_counted(findings, failing)}", _HEADINGS, [_row(group) for group in grouped(findings)])
     else:
-        console.stdout.print(f"{path}: nothing that is known to fail", markup=False)
+        console.stdout.print(f"{path}: nothing that is known to fail", markup=False, soft_wrap=True)
     if failing:
         raise typer.Exit(1)
 

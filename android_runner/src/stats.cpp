@@ -101,7 +101,7 @@ std::string to_json(const Report& report) {
     for (const Test& test : report.tests) {
         tests.push_back(to_json(test));
     }
-    const Json json = {{"schema", 1},
+    const Json json = {{"schema", 2},
                        {"command", report.command},
                        {"runner_version", MEKI_RUNNER_VERSION},
                        {"backend", report.backend},

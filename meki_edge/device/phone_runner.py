@@ -152,6 +152,7 @@ class PhoneRunner:
             if report is None:
                 fix = "sideload again: the program on the phone may be another one"
                 raise UserError("the harness ended well but wrote no report", where=self.device.serial, fix=fix)
+            runner.checked(report, f"{self.places.runtime}/{RUNNER} on {self.device.serial}")
             samples = self.device.run(command("cat", f"{folder}/{POWER}")).stdout
             return {**report, "power_watts": phone_conditions.mean_watts(samples)}
 

@@ -17,6 +17,7 @@ from meki_edge.files import read_json
 
 BINARY_VARIABLE = "MEKI_RUNNER"
 BUILT_BINARY = Path(__file__).parents[2] / "build/runner/meki-runner"
+REPORT_SCHEMA = 2
 END_SECONDS = 10.0  # what a harness that was told to end gets to finish its step
 
 _ERROR = re.compile(r"^error: (?P<what>.*) \[(?P<where>.*?)\] (?P<fix>.*)$", re.MULTILINE)
@@ -73,7 +74,22 @@ def run_json(arguments: list[str], *, on_token: Callable[[int], None] | None = N
         if not report.is_file():
             fix = "build it with `make runner`, or set MEKI_RUNNER to a meki-runner"
             raise UserError("the program ended well but wrote no report", where=find_binary(), fix=fix)
-        return read_json(report)
+        return checked(read_json(report), find_binary())
+
+
+def checked(report: dict[str, Any], where: str | Path) -> dict[str, Any]:
+    """``report`` of the harness at ``where``, if it is of the version that this package reads.
+
+    Raises:
+        UserError: the harness is older or newer.
+    """
+    if report.get("schema") != REPORT_SCHEMA:
+        raise UserError(
+            f"the harness is of another version: its report has schema {report.get('schema')}, not {REPORT_SCHEMA}",
+            where=where,
+            fix="build it again (`make runner`; for a phone as android_runner/README.md says)",
+        )
+    return report
 
 
 def _run(arguments: list[str], on_token: Callable[[int], None] | None) -> None:

@@ -185,6 +185,18 @@ def test_a_rebuilt_harness_is_named(
         run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
 
 
+def test_a_harness_of_another_version_is_refused(
+    bundles: dict[str, Path], tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "meki-runner"
+    old.write_text('#!/bin/sh\nfor last; do :; done\necho \'{"schema": 1, "tests": []}\' > "$last"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("MEKI_RUNNER", str(old))
+    config = RunConfig(prompt_tokens=0, generate_tokens=2, repetitions=1, threads=1)
+    with pytest.raises(UserError, match="the harness is of another version: its report has schema 1, not 2"):
+        run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
+
+
 def test_the_command_prints_llama_benchs_formats(measured: Path, bundles: dict[str, Path], tokens_dir: Path) -> None:
     command = [sys.executable, "-m", "meki_edge.cli", "run", *arms(bundles), "--tokens", tokens_dir, "-o", measured]
     command += ["-p", 40, "-n", 12, "-r", 3, "-t", 1]

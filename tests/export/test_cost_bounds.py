@@ -164,7 +164,7 @@ def run(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["bounds", *map(str, arguments)], env={"COLUMNS": "200"})
     if result.exception is not None:
         raise result.exception
-    return result.output
+    return " ".join(result.output.split())  # lines break where the terminal ends
 
 
 def test_the_command(tmp_path: Path, exported: Exported) -> None:
