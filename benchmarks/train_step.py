@@ -170,19 +170,16 @@ def head_apart(config: TrainConfig, clock: str) -> dict[str, Any]:
 
 
 def whole_steps(config: TrainConfig, clock: str) -> dict[str, Any]:
-    """Part two: dense against MeKi, head included."""
-    arms = {
-        f"{vocab_size:,}, {name}": Arm(vocab_size, config, memory=name == "meki", head_apart=False)
-        for vocab_size in VOCABULARIES
-        for name in ("dense", "meki")
-    }
-    seconds = measure("whole steps", arms, config, clock)
+    """Part two: dense against MeKi, head included; each vocabulary's two arms alone in memory."""
+    return {str(vocab_size): _pair(vocab_size, config, clock) for vocab_size in VOCABULARIES}
+
+
+def _pair(vocab_size: int, config: TrainConfig, clock: str) -> dict[str, Any]:
+    arms = {name: Arm(vocab_size, config, memory=name == "meki", head_apart=False) for name in ("dense", "meki")}
+    seconds = measure(f"whole steps, {vocab_size:,}", arms, config, clock)
     return {
-        str(vocab_size): {
-            **{name: stats.distribution(seconds[f"{vocab_size:,}, {name}"]) for name in ("dense", "meki")},
-            "speed": stats.paired_ratio(seconds[f"{vocab_size:,}, dense"], seconds[f"{vocab_size:,}, meki"]),
-        }
-        for vocab_size in VOCABULARIES
+        **{name: stats.distribution(found) for name, found in seconds.items()},
+        "speed": stats.paired_ratio(seconds["dense"], seconds["meki"]),
     }
 
 
