@@ -6,7 +6,7 @@ HUB_TRAIN := --preset demo --seed 0 --steps 20 --batch-size 4 --window-length 12
   --validate-every 20 --validation-windows 8
 HUB_EXPORT := --context-length 256 --prefill-tokens 64 --verify-tokens 80
 
-demo-hub: setup ## AI Hub's flow against a loopback server (about 2 minutes on 2 quiet cores)
+demo-hub: setup ## AI Hub's flow against a loopback server (about a minute on 2 quiet cores, set-up aside)
 	test -d $(HUB)/text || $(BIN)/python benchmarks/corpora.py shakespeare $(HUB)/text
 	$(MEKI) tokenize $(HUB)/text -o $(HUB)/tokens --vocab-size 4096 --validation-fraction 0.1
 	$(MEKI) train $(HUB)/tokens -o $(HUB)/train/dense $(HUB_TRAIN)

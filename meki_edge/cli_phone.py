@@ -12,7 +12,24 @@ from meki_edge import console
 from meki_edge.device.phone_facts import TARGET
 from meki_edge.errors import UserError
 from meki_edge.files import read_json
-from meki_edge.options import Compute, Force, Json, OutputDir, OutputFormat, Place, Serial, Target, Threads
+from meki_edge.options import (
+    Cold,
+    Compute,
+    Force,
+    GenerateTokens,
+    Json,
+    OutputDir,
+    OutputFormat,
+    Place,
+    PromptTokens,
+    Repetitions,
+    RowCacheBytes,
+    RowIo,
+    Serial,
+    Target,
+    Threads,
+    VerifyRows,
+)
 
 
 def sideload(
@@ -63,15 +80,15 @@ def bench(
     serial: Serial = None,
     target: Target = TARGET,
     compute: Annotated[Compute, typer.Option(help="cpu, or npu: the Hexagon binaries of the bundles.")] = Compute.cpu,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", "-p", min=0, help="Tokens of the prefill test.")] = 512,
-    generate_tokens: Annotated[int, typer.Option("--generate-tokens", "-n", min=0, help="Tokens of the decode test.")] = 128,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Rounds; each measures every bundle.")] = 5,
+    prompt_tokens: PromptTokens = 512,
+    generate_tokens: GenerateTokens = 128,
+    repetitions: Repetitions = 5,
     depth: Annotated[int, typer.Option("--depth", "-d", min=0, help="Tokens in the KV cache before a test (the paper: 10240).")] = 0,
     threads: Threads = 2,
-    io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
-    cold: Annotated[bool, typer.Option("--cold/--warm", help="Row files out of the page cache first, or read into it.")] = True,
-    row_cache_bytes: Annotated[int, typer.Option(min=0, help="Memory in which the harness keeps rows; 0: none.")] = 0,
-    verify_rows: Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")] = False,
+    io: RowIo = "pread",
+    cold: Cold = True,
+    row_cache_bytes: RowCacheBytes = 0,
+    verify_rows: VerifyRows = False,
     cores: Annotated[str, typer.Option(help="big keeps off the slowest cores; all.")] = "big",
     cool_to: Annotated[float, typer.Option(help="°C: wait before each repetition until the processor is no hotter.")] = 45.0,
     cool_wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for that at most; 0: none.")] = 300.0,

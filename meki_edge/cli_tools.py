@@ -11,7 +11,7 @@ import typer
 from meki_edge import console
 from meki_edge.device.phone_facts import TARGET
 from meki_edge.errors import UserError
-from meki_edge.options import Compute, Json, Place, Serial, Target, Threads
+from meki_edge.options import Compute, Json, Place, RowIo, Serial, Target, Threads, VerifyRows
 
 if TYPE_CHECKING:
     from meki_edge.reparam_check import FoldCheck
@@ -31,8 +31,8 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample among the likeliest with this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")] = 0,
     threads: Threads = 2,
-    io: Annotated[str, typer.Option(help="How rows are read: pread, direct or mmap.")] = "pread",
-    verify_rows: Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")] = False,
+    io: RowIo = "pread",
+    verify_rows: VerifyRows = False,
     on: Annotated[Place, typer.Option("--on", help="host: on this machine; adb: on a phone that has the bundle.")] = Place.host,
     serial: Serial = None,
     target: Target = TARGET,

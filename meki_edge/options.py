@@ -20,6 +20,15 @@ Tokens = Annotated[Path, typer.Argument(help="Output of `meki-edge tokenize`.")]
 Checkpoint = Annotated[Path, typer.Argument(help="Output of `meki-edge train` or `meki-edge reparam`.")]
 Threads = Annotated[int, typer.Option("--threads", "-t", min=1, max=1024, help="Threads of the graph.")]
 Serial = Annotated[str | None, typer.Option("--serial", "-s", help="The phone, as `adb devices` calls it (default: the only one).")]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", "-p", min=0, help="Tokens of the prefill test.")]
+GenerateTokens = Annotated[int, typer.Option("--generate-tokens", "-n", min=0, help="Tokens of the decode test.")]
+Repetitions = Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Rounds; each measures every bundle.")]
+RowIo = Annotated[str, typer.Option("--io", help="How rows are read: pread, direct or mmap.")]
+Cold = Annotated[bool, typer.Option("--cold/--warm", help="Row files out of the page cache first, or read into it.")]
+RowCacheBytes = Annotated[
+    int, typer.Option("--row-cache-bytes", min=0, help="Memory in which the harness keeps rows; 0: none.")
+]
+VerifyRows = Annotated[bool, typer.Option("--verify-rows", help="Compare every row with its checksum.")]
 Target = Annotated[str, typer.Option("--target", help="The folder on the phone.")]
 MemoryOption = Annotated[
     list[str] | None, typer.Option("--memory-option", help="name=value, such as memory_dim=128; may be repeated.")

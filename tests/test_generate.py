@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import split_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meki_edge.errors import UserError
@@ -85,7 +86,7 @@ def greedy(checkpoint: Path, prompt: list[int], count: int, stop: int) -> list[i
         rows = None
         if model.config.folded:
             with RomReader(checkpoint / "rom.safetensors") as rom:
-                rows = model.split_rows(torch.from_numpy(rom.rows(np.array(ids)))[None])
+                rows = split_rows(model, torch.from_numpy(rom.rows(np.array(ids)))[None])
         ids.append(int(model(torch.tensor([ids]), rows=rows)[0, -1].argmax()))
         if ids[-1] == stop:
             break

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meki_edge import tokens
 from meki_edge.manifest import StageOutput
 from meki_edge.model.checkpoint import TOKENIZER, WEIGHTS, save_model
 from meki_edge.model.config import FILE_NAME, ModelConfig, parse
-from meki_edge.model.decoder import CausalLM
+from meki_edge.model.decoder import CausalLM, Rows
 from meki_edge.train.initialize import prepare_memories
 
 VOCAB_SIZE = 384
@@ -68,3 +69,10 @@ def write_checkpoint(directory: Path, config: ModelConfig, tokens_dir: Path, see
         },
     )
     return directory
+
+
+def split_rows(model: CausalLM, flat: Tensor) -> Rows:
+    """Dequantized ROM rows ``[..., row_dim]`` as each layer's memories take them, in ROM order."""
+    dims = [[memory.row_dim for memory in layer.memories] for layer in model.model.layers]
+    pieces = iter(flat.split([dim for layer in dims for dim in layer], dim=-1) if any(dims) else ())
+    return [[next(pieces) for _ in layer] for layer in dims]

@@ -233,10 +233,6 @@ class CausalLM(nn.Module):
         balances = [layer.mlp.take_balance() for layer in self.model.layers if isinstance(layer.mlp, MixtureOfExperts)]
         return self.config.router_aux_loss_coef * sum(balances) / max(len(balances), 1)
 
-    def split_rows(self, flat: Tensor) -> Rows:
-        """Split dequantized ROM rows ``[B, T, row_dim]`` into each layer's memories, in ROM order."""
-        return split_rows(flat, [[memory.row_dim for memory in layer.memories] for layer in self.model.layers])
-
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Draw the initial parameters.
@@ -261,9 +257,3 @@ class CausalLM(nn.Module):
             for number, memory in enumerate(layer.memories):
                 own_seed = (seed * 1_000_003 + index * 1_009 + number + 1) % 2**63
                 memory.reset_parameters(torch.Generator().manual_seed(own_seed))
-
-
-def split_rows(flat: Tensor, dims: list[list[int]]) -> Rows:
-    """Split ``flat`` ``[..., Σdims]`` into ``rows[layer][memory]`` views of the given widths."""
-    pieces = iter(flat.split([dim for layer in dims for dim in layer], dim=-1) if any(dims) else ())
-    return [[next(pieces) for _ in layer] for layer in dims]

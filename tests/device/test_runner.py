@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import split_rows
 
 from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from meki_edge import tokens
@@ -209,7 +210,7 @@ def pytorch_greedy(checkpoint: Path, prompt: list[int], count: int) -> list[int]
     rom = RomReader(checkpoint / "rom.safetensors") if model.config.folded else None
     while len(ids) < len(prompt) + count:
         new = ids[fed:]
-        rows = model.split_rows(torch.from_numpy(rom.rows(np.array(new)))[None]) if rom else None
+        rows = split_rows(model, torch.from_numpy(rom.rows(np.array(new)))[None]) if rom else None
         logits = model(torch.tensor([new]), attention=cache, rows=rows)
         cache.advance(len(new))
         fed = len(ids)

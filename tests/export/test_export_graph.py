@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tiny import MEKI, tiny_config, write_checkpoint
+from tiny import MEKI, split_rows, tiny_config, write_checkpoint
 from safetensors import safe_open
 from transformers import Qwen3ForCausalLM
 
@@ -59,7 +59,7 @@ def run_torch_cached(checkpoint: Path, ids: np.ndarray) -> np.ndarray:
     attention = CachedAttention(model.config, len(ids))
     steps = []
     for token in ids:
-        rows = model.split_rows(torch.from_numpy(rom.rows(np.array([token])))[None]) if rom else None
+        rows = split_rows(model, torch.from_numpy(rom.rows(np.array([token])))[None]) if rom else None
         steps.append(model(torch.tensor([[token]]), attention, rows)[0, 0].numpy())
         attention.advance(1)
     return np.stack(steps)

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from tiny import tiny_config
+from tiny import split_rows, tiny_config
 from torch import Tensor
 
 from meki_edge import memory
@@ -164,7 +164,7 @@ def test_rom_form_equals_training_form(kind: str, options: dict) -> None:
     rows = [[table[ids] for table in layer] for layer in tables]
     torch.testing.assert_close(rom(ids, rows=rows), training(ids), atol=2e-5, rtol=1e-5)
     flat = torch.cat([r for layer in rows for r in layer], dim=-1)
-    torch.testing.assert_close(rom(ids, rows=rom.split_rows(flat)), rom(ids, rows=rows), atol=0, rtol=0)
+    torch.testing.assert_close(rom(ids, rows=split_rows(rom, flat)), rom(ids, rows=rows), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("rank", [None, 4])

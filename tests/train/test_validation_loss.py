@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 
 import torch
-from tiny import MEKI, TINY, tiny_config
+from tiny import MEKI, TINY, split_rows, tiny_config
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -62,7 +62,7 @@ def test_rom_form_equals_training_form(tokens_dir: Path) -> None:
         rom = torch.cat([memory.rom_rows(ids, embeddings) for memory in memories], -1)
 
     def rows_source(batch: Tensor) -> Rows:
-        return folded.split_rows(rom[batch])
+        return split_rows(folded, rom[batch])
 
     before = digest(model)
     trained = validation_loss(model, windows)
