@@ -65,10 +65,12 @@ def write(directory: Path, report: dict[str, Any]) -> None:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The tables, on the terminal."""
+    """The tables, on stderr: with ``--json``, JSON is all that stdout holds."""
     if _is_measured(report):
-        console.show_table("sensitivity: one unit quantized at a time", UNIT_HEADINGS, unit_rows(report))
-    console.show_table(f"accuracy gate, {report['precision']}", ["", "found", "limit", "met"], limit_rows(report))
+        title = "sensitivity: one unit quantized at a time"
+        console.show_table(title, UNIT_HEADINGS, unit_rows(report), where=console.stderr)
+    title, headings = f"accuracy gate, {report['precision']}", ["", "found", "limit", "met"]
+    console.show_table(title, headings, limit_rows(report), where=console.stderr)
 
 
 def limit_rows(report: dict[str, Any]) -> list[list[str]]:

@@ -60,14 +60,14 @@ def show_metrics(values: Mapping[str, Any], *, title: str | None, skip: tuple[st
     stderr.print(table)
 
 
-def show_table(title: str, headings: list[str], rows: list[list[str]]) -> None:
-    """A table of text (stdout); columns after the second are numbers."""
+def show_table(title: str, headings: list[str], rows: list[list[str]], *, where: Console = stdout) -> None:
+    """A table of text; columns after the second are numbers. On stdout, or ``stderr`` if it is no command's result."""
     table = Table(title=_escape(title), title_justify="left")
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < 2 else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(_escape, row))
-    stdout.print(table)
+    where.print(table)
 
 
 def show_wide(table: Table) -> None:

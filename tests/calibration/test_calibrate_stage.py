@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -383,21 +385,20 @@ def test_block_encodings(tmp_path: Path, base: Path, exported: Exported, tokens_
     assert (down["enc_type"], down["bw"]) == ("PER_CHANNEL", 8)
 
 
-def test_the_command(
-    tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 1 with the table when the gate fails; JSON when it passes."""
-    from typer.testing import CliRunner
-
-    from meki_edge.cli import app
-
+def test_the_command(tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path) -> None:
+    """Exit code 1 with the table when the gate fails; JSON, and nothing else on stdout, when it passes."""
     checkpoint, directory = exported["meki"]
-    arguments = ["calibrate", *map(str, (directory, checkpoint, tokens_dir)), "-o", str(tmp_path / "out"), "--json"]
-    arguments += ["--samples", "5", "--window-length", "40", "--gate-windows", "2", "--decode-steps", "3"]
-    arguments += ["--no-sensitivity", "--ranges-from", str(base)]
-    result = CliRunner().invoke(app, [*arguments, "--max-perplexity-increase", "-0.5"])
-    assert isinstance(result.exception, UserError) and "gate failed" in result.exception.what
-    assert "top-1 agreement" in capsys.readouterr().out + result.output
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    command = [sys.executable, "-m", "meki_edge.cli", "calibrate", directory, checkpoint, tokens_dir]
+    command += ["-o", tmp_path / "out", "--json", "--no-sensitivity", "--ranges-from", base]
+    command += ["--samples", 5, "--window-length", 40, "--gate-windows", 2, "--decode-steps", 3]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*map(str, command), *more], capture_output=True, text=True)
+
+    failed = run("--max-perplexity-increase", "-0.5")
+    assert failed.returncode == 1 and "gate failed" in failed.stderr
+    assert "top-1 agreement" in failed.stderr and failed.stdout == ""
+    passed = run()
+    assert passed.returncode == 0, passed.stderr
+    assert json.loads(passed.stdout)["precision"] == "w8a16"
     assert manifest.load(tmp_path / "out").metrics["precision"] == "w8a16"
