@@ -158,7 +158,8 @@ Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMe
         }
     }
     const std::size_t total = std::accumulate(num_bytes.begin(), num_bytes.end(), std::size_t{0});
-    return {num_threads, static_cast<double>(text.size()) / seconds, static_cast<double>(total) / seconds};
+    const auto num_tokens = static_cast<double>(text.size());
+    return {num_threads, num_tokens / seconds, static_cast<double>(total) / num_tokens};
 }
 
 }  // namespace
@@ -183,9 +184,9 @@ ProbeReport probe(const ProbeConfig& config) {
             reader->drop_page_cache();
             report.methods[i].throughput.push_back(measure_throughput(rom, text, *methods[i], threads));
         }
-        const Throughput& first = report.methods[i].throughput.front();
-        report.bytes_per_token = first.bytes_per_s / first.tokens_per_s;
     }
+    // Counted, not timed: every way of reading reads the same rows.
+    report.bytes_per_token = report.methods.front().throughput.front().bytes_per_token;
     if (config.batch > 0) {
         report.prefill = measure_prefills(config, direct);
     }

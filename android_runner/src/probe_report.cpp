@@ -46,7 +46,7 @@ std::string to_json(const ProbeConfig& config, const ProbeReport& report) {
         for (const Throughput& entry : method.throughput) {
             throughput.push_back({{"threads", entry.threads},
                                   {"tokens_per_s", entry.tokens_per_s},
-                                  {"bytes_per_s", entry.bytes_per_s}});
+                                  {"bytes_per_s", entry.tokens_per_s * entry.bytes_per_token}});
         }
         methods.push_back({{"method", method.method},
                            {"latency_us", spread(method.latencies_us)},
@@ -95,7 +95,8 @@ std::string to_markdown(const ProbeConfig& config, const ProbeReport& report) {
         }
         text += format(" %.0f |", method.latencies_us.back());
         for (const Throughput& entry : method.throughput) {
-            text += format(" %.0f |", entry.tokens_per_s) + format(" %.1f |", entry.bytes_per_s / 1e6);
+            const double bytes_per_s = entry.tokens_per_s * entry.bytes_per_token;
+            text += format(" %.0f |", entry.tokens_per_s) + format(" %.1f |", bytes_per_s / 1e6);
         }
     }
     text += "\n";

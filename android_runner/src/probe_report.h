@@ -25,7 +25,7 @@ struct ProbeConfig {
 struct Throughput {
     std::size_t threads;
     double tokens_per_s;
-    double bytes_per_s;
+    double bytes_per_token;  // of the rows that were read, on average
 };
 
 struct MethodReport {
@@ -43,7 +43,7 @@ struct PrefillReport {
 struct ProbeReport {
     std::string addressing;
     std::uint64_t file_bytes;
-    double bytes_per_token;  // of the rows that were read, on average
+    double bytes_per_token;
     std::vector<MethodReport> methods;
     std::vector<PrefillReport> prefill;
 };

@@ -51,6 +51,12 @@ def test_a_report(probe: Path, name: str, least: float, most: float) -> None:
             assert ratio == pytest.approx(report["bytes_per_token"])
 
 
+def test_bytes_a_token_are_counted_not_timed(probe: Path) -> None:
+    """Over many runs: a quotient of two rates would miss a whole number by a rounding in some of them."""
+    options = ("--rom", GOLDEN / "ngram_hash_fp16.safetensors", "--tokens", 7, "--format", "json", "--threads", 1)
+    assert {json.loads(run(probe, *options, "--seed", seed).stdout)["bytes_per_token"] for seed in range(20)} == {36}
+
+
 def test_a_table(probe: Path, tmp_path: Path) -> None:
     write_rom(tmp_path / "rom.safetensors", [(1000, "fp16")], 300)
     done = run(probe, "--rom", tmp_path / "rom.safetensors", "--tokens", 50, "--threads", 2, "--batch", 9)
