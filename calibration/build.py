@@ -58,7 +58,7 @@ def fix_ranges(ranges: Ranges, graphs: FloatGraphs) -> None:
 
 
 def write_graphs(directory: Path, graphs: FloatGraphs, plan: Plan, ranges: Ranges | None) -> GraphSpec:
-    """Write both graphs, part by part, and their encodings, into ``directory``; returns their spec.
+    """Write all graphs, part by part, and their encodings, into ``directory``; returns their spec.
 
     Args:
         ranges: of the activations; None where the graph computes in floating point.
@@ -68,16 +68,12 @@ def write_graphs(directory: Path, graphs: FloatGraphs, plan: Plan, ranges: Range
     quantizations: dict[str, Quantization] = {}
     total = sum(_weight_bytes(graphs, part) for part in spec.prefill.parts)
     with console.byte_progress("quantize weights", total) as advance:
-        for prefill, decode in zip(spec.prefill.parts, spec.decode.parts, strict=True):
-            path = directory / _weights_name(graphs, prefill)
+        for twins in zip(*(graph.parts for graph in spec.graphs.values()), strict=True):
+            path = directory / _weights_name(graphs, twins[0])
             with WeightFile(path, advance) as weights:
-                for part in (prefill, decode):
+                for part in twins:
                     _write_part(directory, graphs, part, plan, ranges, weights, typed, quantizations)
-    return replace(
-        spec,
-        prefill=_typed(spec.prefill, typed, quantizations),
-        decode=_typed(spec.decode, typed, quantizations),
-    )
+    return spec.map_graphs(lambda graph: _typed(graph, typed, quantizations))
 
 
 def _write_part(

@@ -1,15 +1,16 @@
-"""Export: a checkpoint becomes two ONNX graphs with static shapes, prefill and decode, in one part or several.
+"""Export: a checkpoint becomes ONNX graphs with static shapes, prefill and decode, in one part or several.
 
 What depends on token ids alone stays with the host, which feeds embeddings, memory rows, the mask
 and the rotary angles, and which owns the key/value cache (:mod:`meki_edge.graph_spec` says how).
-Both graphs are traced without their weights (:mod:`export.trace`); those are streamed from the
+The graphs are traced without their weights (:mod:`export.trace`); those are streamed from the
 checkpoint into one file a part (:mod:`export.passes`), and the result is run against PyTorch
 (:mod:`export.verify`) before the stage counts as done.
 
 Output: ``graph_spec.json``, ``prefill.onnx`` and ``decode.onnx`` (operator set 23, float32), the
-``weights.data`` that both refer to, ``embedding.safetensors`` (a ROM file of the token embedding)
+``weights.data`` that they refer to, ``embedding.safetensors`` (a ROM file of the token embedding)
 and the tokenizer. Where the graphs are cut, each part has its own ``prefill_0.onnx``, ``decode_0.onnx``
-and ``weights_0.data``. The memories' ROM files stay in the checkpoint; ``meki-edge pack`` brings both
+and ``weights_0.data``; a shorter context has its own ``prefill_c256.onnx`` and ``decode_c256.onnx``, with
+the same weights. The memories' ROM files stay in the checkpoint; ``meki-edge pack`` brings both
 together.
 """
 
@@ -56,6 +57,9 @@ class ExportConfig:
 
     context_length: int = 1024
     """C: slots of the key/value cache, and the longest sequence."""
+
+    shorter_contexts: tuple[int, ...] = ()
+    """Fewer slots, ascending: a text runs in the shortest context that holds it, which is cheaper."""
 
     prefill_tokens: int = 128
     """T of the prefill graph: how many prompt tokens one call takes."""
@@ -113,6 +117,7 @@ def export(checkpoint: Path, tokens: Path, out: Path, config: ExportConfig, *, f
             eos_token_id=shards.eos_token_id,
             parts=parts,
             kv_dtype=config.kv_dtype,
+            shorter_contexts=config.shorter_contexts,
         )
         with storage_errors(output.partial):
             metrics = _write_graphs(output.partial, spec, weights)
@@ -151,14 +156,17 @@ class _Traced:
 
 
 def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict[str, int]:
-    """Write the parts of both graphs and a weights file for each into ``directory``; return their sizes."""
+    """Write the parts of all graphs and a weights file for each into ``directory``; return their sizes."""
     num_parts = len(spec.decode.parts)
     with console.progress() as bar:
-        task = bar.add_task("tracing", total=2 * num_parts)
+        task = bar.add_task("tracing", total=len(spec.graphs) * num_parts)
         traced = []
         for index in range(num_parts):
-            traced.append([_trace(graph.parts[index], weights) for graph in spec.graphs.values()])
-            bar.advance(task, 2)
+            twins = []
+            for graph in spec.graphs.values():
+                twins.append(_trace(graph.parts[index], weights))
+                bar.advance(task)
+            traced.append(twins)
     placed = [passes.place(weight for twin in twins for weight in twin.weights.values()) for twins in traced]
     sizes = [sum(weight.num_bytes for weight in offsets) for offsets in placed]
     require_free_space(directory, sum(sizes), "the graphs' weights")
@@ -221,6 +229,13 @@ def _check_shapes(config: ExportConfig, model: ModelConfig, checkpoint: Path) ->
             f"prefill_tokens is {config.prefill_tokens} with a context_length of {config.context_length}",
             where="--prefill-tokens",
             fix=f"choose --prefill-tokens between 1 and {config.context_length}, or a longer --context-length",
+        )
+    shorter = list(config.shorter_contexts)
+    if shorter != sorted(set(shorter)) or not all(config.prefill_tokens < c < config.context_length for c in shorter):
+        raise UserError(
+            f"the shorter contexts are {shorter} with a context_length of {config.context_length}",
+            where="--shorter-contexts",
+            fix=f"give lengths between prefill_tokens ({config.prefill_tokens}) and context_length, ascending",
         )
     if config.verify_tokens < 2:
         raise UserError(

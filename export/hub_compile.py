@@ -18,8 +18,7 @@ from google.protobuf.message import DecodeError
 
 from export import hub_trace
 from export.hub_flow import WRAPPED, Steps, Target
-from export.hub_jobs import Jobs
-from export.hub_lint import explain, require_clean
+from export.hub_lint import require_clean
 from export.hub_service import choose_device
 from export.hub_source import open_arms
 from export.hub_stage import LOGS, Access
@@ -90,10 +89,7 @@ def compile_hub(
     )
     if output.complete is not None:
         return output.complete
-    service = access.connect()
-    jobs = Jobs(
-        service, service.service, access.ledger, output.partial / LOGS, resubmit=access.resubmit, explain=explain
-    )
+    service, jobs = access.open(output.partial / LOGS)
     device = choose_device(jobs.patiently(service.devices), config.device)
     if device.chip is None:
         fix = "choose a device with a chip of `meki-edge compile --chipset`"

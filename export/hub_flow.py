@@ -1,9 +1,9 @@
 """The steps at AI Hub: upload, compile, link, profile, infer, download; each job sent once.
 
-`qnn_dlc`: every part of prefill and decode becomes a portable file, and for each chip a part's two
-graphs are linked into one binary in which they share their weights. `precompiled_qnn_onnx`: every
-graph becomes a binary of its own for each chip, wrapped in ONNX, as ONNX Runtime's QNN provider
-loads it.
+`qnn_dlc`: every part of every graph becomes a portable file, and for each chip a part's graphs
+(prefill and decode of each context) are linked into one binary in which they share their weights.
+`precompiled_qnn_onnx`: every graph becomes a binary of its own for each chip, wrapped in ONNX, as
+ONNX Runtime's QNN provider loads it.
 """
 
 from __future__ import annotations

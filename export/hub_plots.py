@@ -1,4 +1,4 @@
-"""The page's drawings: how long each run took, and which unit took which layers."""
+"""The page's drawings: how long each run took, what a shorter context saves, and which unit took which layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from export.hub_report import UNITS
+from export.hub_report import UNITS, shorter_contexts
+from meki_edge.graph_spec import context_suffix
 from meki_edge.report_plots import Plot, arm_color, draw
 
 BINS = 30
@@ -22,6 +23,9 @@ def plots(result: dict[str, Any]) -> list[Plot]:
             times = {name: _times(arm, graph) for name, arm in figures.items()}
             if any(times.values()):
                 drawn.append(_distribution(len(drawn) + 1, device, graph, {k: v for k, v in times.items() if v}))
+        keys = {f"{context:,}": f"decode_us{context_suffix(context)}" for context in shorter_contexts(result)}
+        if any(key in arm for arm in figures.values() for key in keys.values()):
+            drawn.append(_contexts(len(drawn) + 1, device, {**keys, "longest": "decode_us"}, figures))
     if any("units" in arm for figures in result["measured"].values() for arm in figures.values()):
         drawn.append(_units(len(drawn) + 1, result))
     return drawn
@@ -55,6 +59,39 @@ def _distribution(number: int, device: str, graph: str, times: dict[str, list[fl
         "Of several parts, runs of equal rank are summed.",
         alt=f"Histogram of inference times: {spoken}.",
         svg=draw(number, (8.4, 2.6), 1, 1, paint),
+    )
+
+
+def _contexts(number: int, device: str, keys: dict[str, str], figures: dict[str, dict[str, Any]]) -> Plot:
+    """``keys``: a context's name → the figure to draw, in µs; of arms without such a context, nothing."""
+    times = {
+        name: {context: arm[key] / 1e3 for context, key in keys.items() if key in arm} for name, arm in figures.items()
+    }
+    height = 0.8 / len(times)
+
+    def paint(ax: Axes) -> None:
+        places = {context: place for place, context in enumerate(keys)}
+        for index, (name, found) in enumerate(times.items()):
+            shift = (index - (len(times) - 1) / 2) * height
+            rows = [places[context] + shift for context in found]
+            ax.barh(rows, list(found.values()), height=0.9 * height, color=arm_color(index), label=name)
+        ax.set_yticks(range(len(keys)), list(keys))
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+        ax.set_xlabel("ms a token")
+        ax.set_ylabel("context")
+        ax.legend()
+
+    spoken = "; ".join(
+        f"{name}: " + ", ".join(f"context {context} {ms:.3f} milliseconds" for context, ms in found.items())
+        for name, found in times.items()
+    )
+    return Plot(
+        title=f"{device}: time of a token decoded, by context",
+        caption="A graph attends to all slots of its context, used or not: a text is decoded in the shortest "
+        "context that holds it.",
+        alt=f"Bars of decoding times: {spoken}.",
+        svg=draw(number, (8.4, 0.9 + 0.3 * len(keys) * len(times)), 1, 1, paint),
     )
 
 

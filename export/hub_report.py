@@ -7,7 +7,6 @@ so their times add up; they are in memory together, so their peaks add up too. W
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from export.hub_published import PUBLISHED
 from export.hub_service import HubDevice
 from export.hub_source import Arm, shapes
 from meki_edge.config import to_dict
+from meki_edge.graph_spec import GraphSpec, context_suffix
 
 SCHEMA = 1
 SLOWEST = 8  # operators listed a graph
@@ -27,6 +27,10 @@ LOOPBACK_NOTE = "The service was a server on this machine, not Qualcomm AI Hub: 
 DEVICE_NOTE = "Times of the graphs on the service's own devices; reading rows from flash and sampling are not in them."
 FIRST_TOKEN_NOTE = (
     "Time to first token: the prefill chunks that a prompt of that length needs, one after another, of a loaded model."
+)
+CONTEXTS_NOTE = (
+    "Figures that name no context are of the longest one. A text runs in the shortest that holds it, and so does each "
+    "chunk of a prompt; spreading the cache over the next one's slots is the host's work and not in the times."
 )
 AGREEMENT_NOTE = (
     "Agreement: outputs of the device against ONNX Runtime on the CPU for the same inputs, taken from real text; "
@@ -82,6 +86,11 @@ def cells(result: dict[str, Any], device: str) -> list[tuple[str, list[str]]]:
     row("Decode, fastest … slowest", "decode_spread", lambda spread: f"{_time(spread[0])} … {_time(spread[1])}")
     row("Prefill, tokens/s", "prefill_tokens_per_s", "{:,.1f}".format)
     row("Prefill, a chunk", "prefill_us", _time)
+    for context in shorter_contexts(result):
+        suffix = context_suffix(context)
+        row(f"Decode, context {context:,}: tokens/s", f"tokens_per_s{suffix}", "{:,.2f}".format)
+        row(f"Decode, context {context:,}: a token", f"decode_us{suffix}", _time)
+        row(f"Prefill, context {context:,}: a chunk", f"prefill_us{suffix}", _time)
     for length in result["config"]["prompt_lengths"]:
         row(f"Time to first token, prompt of {length:,}", f"first_token_us_{length}", _time)
     row("Load, first", "first_load_us", _time)
@@ -99,6 +108,11 @@ def cells(result: dict[str, Any], device: str) -> list[tuple[str, list[str]]]:
         texts = [MISSING if value is None else f"{value:.4f}" for value in quality]
         rows.append(("Validation loss, nats a token", texts))
     return rows
+
+
+def shorter_contexts(result: dict[str, Any]) -> list[int]:
+    """Those of any arm, ascending."""
+    return sorted({context for arm in result["arms"].values() for context in arm.get("shorter_contexts", ())})
 
 
 def published_rows(result: dict[str, Any]) -> list[list[str]]:
@@ -130,23 +144,22 @@ def _arm(
             graphs[unit.name] |= _graph(profiles[key]) if key in profiles else {}
             graphs[unit.name] |= {"agreement": agreements[key]} if key in agreements else {}
     figures: dict[str, Any] = {"parts": arm.num_parts, "graphs": graphs}
-    decode = [graphs[unit.name] for unit in arm.of("decode") if "inference_us" in graphs.get(unit.name, {})]
-    prefill = [graphs[unit.name] for unit in arm.of("prefill") if "inference_us" in graphs.get(unit.name, {})]
-    if decode and len(decode) == arm.num_parts:
-        figures["decode_us"] = sum(graph["inference_us"] for graph in decode)
-        figures["tokens_per_s"] = 1e6 / figures["decode_us"]
+    for suffix in ("", *map(context_suffix, arm.shorter_contexts)):
+        for name in ("decode", "prefill"):
+            if parts := _profiled(arm, graphs, name + suffix):
+                figures[f"{name}_us{suffix}"] = sum(graph["inference_us"] for graph in parts)
+        if decode_us := figures.get(f"decode_us{suffix}"):
+            figures[f"tokens_per_s{suffix}"] = 1e6 / decode_us
+    if decode := _profiled(arm, graphs, "decode"):
         figures["decode_spread"] = [sum(pick(graph["all_inference_us"]) for graph in decode) for pick in (min, max)]
         figures["first_load_us"] = _sum(graph["first_load_us"] for graph in decode)
         figures["warm_load_us"] = _sum(graph["warm_load_us"] for graph in decode)
         figures["units"] = {unit: sum(graph["units"].get(unit, 0) for graph in decode) for unit in UNITS}
-    if prefill and len(prefill) == arm.num_parts:
-        figures["prefill_us"] = sum(graph["inference_us"] for graph in prefill)
-        if arm.spec is not None:
-            chunk = arm.spec.prefill.num_tokens
-            figures["prefill_tokens_per_s"] = chunk * 1e6 / figures["prefill_us"]
-            for length in prompt_lengths:
-                if length < arm.spec.context_length:
-                    figures[f"first_token_us_{length}"] = math.ceil(length / chunk) * figures["prefill_us"]
+    if arm.spec is not None and "prefill_us" in figures:
+        figures["prefill_tokens_per_s"] = arm.spec.prefill.num_tokens * 1e6 / figures["prefill_us"]
+        for length in prompt_lengths:
+            if length < arm.spec.context_length:
+                figures[f"first_token_us_{length}"] = _first_token(arm.spec, figures, length)
     figures["peak_memory_bytes"] = _peak(arm, graphs)
     logits = [graph["agreement"]["logits"] for graph in graphs.values() if "logits" in graph.get("agreement", {})]
     if logits:
@@ -156,6 +169,24 @@ def _arm(
             np.average([found["argmax_agreement"] for found in logits], weights=[found["tokens"] for found in logits])
         )
     return figures
+
+
+def _profiled(arm: Arm, graphs: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """All parts of a graph, in order; nothing if one was not profiled."""
+    parts = [graphs.get(unit.name, {}) for unit in arm.of(name)]
+    return parts if len(parts) == arm.num_parts and all("inference_us" in part for part in parts) else []
+
+
+def _first_token(spec: GraphSpec, figures: dict[str, Any], length: int) -> float:
+    """The prefill chunks of a prompt, each in the shortest context that holds it (of those that were profiled)."""
+    chunk = spec.prefill.num_tokens
+    times = sorted(
+        (one.context_length, figures[f"prefill_us{suffix}"])
+        for suffix, one in spec.contexts.items()
+        if f"prefill_us{suffix}" in figures
+    )
+    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
+    return sum(next(us for context, us in times if end <= context) for end in ends)
 
 
 def _graph(profile: dict[str, Any]) -> dict[str, Any]:
@@ -221,6 +252,7 @@ def _compare(result: dict[str, Any]) -> None:
 
 def _notes(arms: Sequence[Arm], profiled: bool, compared: bool, service: str) -> list[str]:
     notes = [DEVICE_NOTE, FIRST_TOKEN_NOTE] if profiled else []
+    notes += [CONTEXTS_NOTE] if profiled and any(arm.shorter_contexts for arm in arms) else []
     notes += [AGREEMENT_NOTE] if compared else []
     if "127.0.0.1" in service or "localhost" in service:
         notes.insert(0, LOOPBACK_NOTE)

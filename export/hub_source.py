@@ -29,7 +29,8 @@ from meki_edge.manifest import Manifest
 
 GRAPH_STAGES = ("pack", "export", "calibrate")
 BINARY_STAGE = "compile"
-GRAPHS = ("prefill", "decode")
+GRAPH = r"(?:prefill|decode)(?:_c(?P<context>\d+))?"  # a name of meki_edge.graph_spec
+WRAPPER = re.compile(rf"(?P<graph>{GRAPH})(?:_(?P<part>\d+))?_ctx\.onnx")
 LIMIT_BYTES = 2_000_000_000
 """What a device loads of one binary (its address space is 32 bits wide), and what the service takes."""
 ZIP_LEVEL = 1  # weights barely shrink; a higher level costs minutes a gigabyte
@@ -40,8 +41,9 @@ ZIP_TIME = (1980, 1, 1, 0, 0, 0)  # the same contents give the same archive
 class Unit:
     """One ONNX file with what lies outside it: what the service calls a model.
 
-    ``name`` names the graph inside the binary; ``files`` are (name, path, SHA-256), the ONNX file first.
-    ``binary``: compiled already.
+    ``graph`` is one of :attr:`meki_edge.graph_spec.GraphSpec.graphs`, such as ``decode_c256``; ``name`` names
+    the graph inside the binary. ``files`` are (name, path, SHA-256), the ONNX file first. ``binary``:
+    compiled already.
     """
 
     graph: str
@@ -86,6 +88,12 @@ class Arm:
         """Parts a graph is cut into."""
         return 1 + max(unit.part for unit in self.units)
 
+    @property
+    def shorter_contexts(self) -> list[int]:
+        """Slots of the contexts beside the longest, ascending."""
+        names = (re.fullmatch(GRAPH, unit.graph) for unit in self.units)
+        return sorted({int(name["context"]) for name in names if name and name["context"]})
+
     def of(self, graph: str) -> list[Unit]:
         """The units of one graph, in the order in which they run."""
         return sorted((unit for unit in self.units if unit.graph == graph), key=lambda unit: unit.part)
@@ -129,9 +137,9 @@ def _open(directory: Path) -> Arm:
     path = directory / graph_spec.FILE_NAME
     spec = GraphSpec.from_json(read_json(path), path)
     units = tuple(
-        _unit(directory, found, graph, part, described)
-        for graph in GRAPHS
-        for part, described in enumerate(getattr(spec, graph).parts)
+        _unit(directory, found, name, part, described)
+        for name, graph in spec.graphs.items()
+        for part, described in enumerate(graph.parts)
     )
     return Arm(name=name, directory=directory, manifest=found, spec=spec, units=units, row_directories=(directory,))
 
@@ -151,13 +159,13 @@ def _binaries(directory: Path, found: Manifest) -> tuple[Unit, ...]:
     """The wrappers of a `compile` directory, each with the binary that it names."""
     units = []
     for name in sorted(name for name in found.files if name.endswith(".onnx")):
-        binary = _context_binary(directory / name)
-        stem = name.removesuffix(".onnx").removesuffix("_ctx")
-        graph, _, part = stem.partition("_")
-        if graph not in GRAPHS or not (part or "0").isdecimal():
+        match = WRAPPER.fullmatch(name)
+        if match is None:
             raise UserError(f"the file {name!r} is neither prefill nor decode", where=directory, fix="compile again")
+        binary = _context_binary(directory / name)
         files = tuple((file, directory / file, _recorded(directory, found, file)) for file in (name, binary))
-        units.append(Unit(graph=graph, part=int(part or 0), name=stem, files=files, binary=True))
+        stem = name.removesuffix("_ctx.onnx")
+        units.append(Unit(graph=match["graph"], part=int(match["part"] or 0), name=stem, files=files, binary=True))
         _check_size(units[-1])
     if not units:
         raise UserError("there are no binaries here", where=directory, fix="run `meki-edge compile` again")
@@ -220,7 +228,11 @@ def slug(text: str) -> str:
 
 def shapes(arm: Arm) -> dict[str, Any]:
     """What two arms must share for their times to be comparable."""
-    same = {"precision": arm.manifest.metrics.get("precision") or "fp32", "parts": arm.num_parts}
+    same = {
+        "precision": arm.manifest.metrics.get("precision") or "fp32",
+        "parts": arm.num_parts,
+        "shorter_contexts": arm.shorter_contexts,
+    }
     if arm.spec is None:
         return same
     prefill: Graph = arm.spec.prefill

@@ -69,6 +69,11 @@ class Access:
     ledger: Ledger
     resubmit: bool = False
 
+    def open(self, logs: Path) -> tuple[Hub, Jobs]:
+        """The service and its jobs; ``logs`` is where the logs of failed ones go."""
+        service = self.connect()
+        return service, Jobs(service, service.service, self.ledger, logs, resubmit=self.resubmit, explain=explain)
+
 
 def hub(
     sources: list[Path],
@@ -100,10 +105,7 @@ def hub(
     )
     if output.complete is not None:
         return output.complete
-    service = access.connect()
-    jobs = Jobs(
-        service, service.service, access.ledger, output.partial / LOGS, resubmit=access.resubmit, explain=explain
-    )
+    service, jobs = access.open(output.partial / LOGS)
     offered = jobs.patiently(service.devices)
     devices = [choose_device(offered, name) for name in config.devices]
     for arm in arms:

@@ -1,8 +1,9 @@
 """Real text through the graphs, part by part: what a device is fed, and what it should give.
 
-ONNX Runtime runs one prefill chunk and a few decode steps on the CPU as a device would. The inputs
-of every part at every call become a dataset for the service, its outputs what the device's are
-compared with. Only integers and floats of the graphs' own types travel: nothing is rounded twice.
+For each context, ONNX Runtime runs one prefill chunk and a few decode steps (fewer where no more fit)
+on the CPU as a device would. The inputs of every part at every call become a dataset for the service,
+its outputs what the device's are compared with. Only integers and floats of the graphs' own types
+travel: nothing is rounded twice.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def trace(
     expected: dict[Key, list[tuple[TensorSpec, list[np.ndarray]]]] = {}
     for arm in arms:
         assert arm.spec is not None and tokens is not None
+        calls = _calls(arm.spec, steps)
         file = directory / f"{slug(arm.name)}.npz"
         if not file.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             with console.progress() as bar:
-                task = bar.add_task(f"{arm.name} in ONNX Runtime", total=steps + 1)
+                task = bar.add_task(f"{arm.name} in ONNX Runtime", total=sum(calls.values()))
                 ids = open_tokens(tokens, arm.manifest, arm.directory).validation_windows(
                     1, arm.spec.prefill.num_tokens + steps
                 )[0]
@@ -77,11 +79,10 @@ def trace(
         with np.load(file) as arrays:
             for unit in arm.units:
                 assert unit.spec is not None
-                calls = 1 if unit.graph == "prefill" else steps
-                key = (arm.name, unit.name)
+                key, count = (arm.name, unit.name), calls[unit.graph]
                 inputs, outputs = unit.spec.inputs, unit.spec.outputs
-                samples[key] = {tensor.name: _read(arrays, unit.name, "in", tensor, calls) for tensor in inputs}
-                expected[key] = [(tensor, _read(arrays, unit.name, "out", tensor, calls)) for tensor in outputs]
+                samples[key] = {tensor.name: _read(arrays, unit.name, "in", tensor, count) for tensor in inputs}
+                expected[key] = [(tensor, _read(arrays, unit.name, "out", tensor, count)) for tensor in outputs]
     return samples, expected
 
 
@@ -153,14 +154,24 @@ def _run(arm: Arm, ids: np.ndarray, advance: Any) -> dict[str, np.ndarray]:
         embedding = stack.enter_context(RomReader(arm.directory / spec.embedding.file))
         paths = [arm.rom(rom.file) for rom in spec.roms]
         roms = [stack.enter_context(RomReader(path)) for path in paths if path is not None]
-        decoder = OnnxDecoder(spec, embedding, roms)
-        decoder.prefill(recorders(spec.prefill), ids[: spec.prefill.num_tokens])
-        advance()
-        sessions = recorders(spec.decode)
-        for token in ids[spec.prefill.num_tokens :]:
-            decoder.decode(sessions, int(token))
+        chunk = spec.prefill.num_tokens
+        for one in spec.contexts.values():
+            decoder = OnnxDecoder(one, embedding, roms)
+            decoder.prefill(recorders(one.prefill), ids[:chunk])
             advance()
+            sessions = recorders(one.decode)
+            for token in ids[chunk : one.context_length]:
+                decoder.decode(sessions, int(token))
+                advance()
     return kept
+
+
+def _calls(spec: GraphSpec, steps: int) -> dict[str, int]:
+    """How often each graph runs: prefill once, decode ``steps`` times or until its context is full."""
+    calls = {}
+    for suffix, one in spec.contexts.items():
+        calls |= {f"prefill{suffix}": 1, f"decode{suffix}": min(steps, one.context_length - one.prefill.num_tokens)}
+    return calls
 
 
 def _slot(graph: str, side: str, tensor: str, call: int) -> str:

@@ -13,7 +13,18 @@ from functools import partial
 
 import torch
 
-from meki_edge.graph_spec import HIDDEN, SCHEMA, Graph, GraphSpec, Part, RowFile, TensorSpec, part_suffix
+from meki_edge.graph_spec import (
+    HIDDEN,
+    SCHEMA,
+    Context,
+    Graph,
+    GraphSpec,
+    Part,
+    RowFile,
+    TensorSpec,
+    context_suffix,
+    part_suffix,
+)
 from meki_edge.model.config import ModelConfig
 from meki_edge.model.row_spaces import RowSpace, fetched_shape, row_spaces
 from meki_edge.rom.addressing import Identity, Ragged
@@ -53,10 +64,11 @@ def graph_spec(
     eos_token_id: int | None,
     parts: Sequence[PartLayers] | None = None,
     kv_dtype: str = "float32",
+    shorter_contexts: Sequence[int] = (),
 ) -> GraphSpec:
-    """The contract of both graphs of ``model``, in one part unless ``parts`` (of :func:`cut`) are given."""
+    """The contract of all graphs of ``model``, in one part unless ``parts`` (of :func:`cut`) are given."""
     parts = cut(model.num_hidden_layers, (), head_part=False) if parts is None else parts
-    graph = partial(_graph, model=model, parts=parts, context=context_length, kv_dtype=kv_dtype)
+    graph = partial(_graph, model=model, parts=parts, kv_dtype=kv_dtype)
     return GraphSpec(
         schema=SCHEMA,
         vocab_size=model.vocab_size,
@@ -68,8 +80,8 @@ def graph_spec(
         context_length=context_length,
         mask_value=MASK_VALUE,
         eos_token_id=eos_token_id,
-        prefill=graph(PREFILL, num_tokens=prefill_tokens),
-        decode=graph(DECODE, num_tokens=1),
+        prefill=graph(PREFILL, context=context_length, num_tokens=prefill_tokens),
+        decode=graph(DECODE, context=context_length, num_tokens=1),
         embedding=RowFile(file=EMBEDDING_FILE, row_dim=model.hidden_size),
         roms=tuple(
             RowFile(
@@ -79,6 +91,14 @@ def graph_spec(
                 rows_per_token=space.rows_per_token,
             )
             for space in row_spaces(model)
+        ),
+        shorter=tuple(
+            Context(
+                context_length=context,
+                prefill=graph(PREFILL + context_suffix(context), context=context, num_tokens=prefill_tokens),
+                decode=graph(DECODE + context_suffix(context), context=context, num_tokens=1),
+            )
+            for context in shorter_contexts
         ),
     )
 

@@ -42,7 +42,7 @@ def lint(path: Path, *, target: Chip | None = None) -> list[Finding]:
     if path.is_dir() and (path / graph_spec.FILE_NAME).is_file():
         spec_path = path / graph_spec.FILE_NAME
         spec = GraphSpec.from_json(read_json(spec_path), spec_path)
-        parts = [part for graph in (spec.prefill, spec.decode) for part in graph.parts]
+        parts = [part for graph in spec.graphs.values() for part in graph.parts]
         findings = [finding for part in parts for finding in _part(path / part.file, part, looked_at)]
         findings += lint_spec.vocabulary(path, spec)
     else:

@@ -74,7 +74,7 @@ def _quantization(view: GraphView, tensor: TensorSpec, found: Callable[..., Find
 def vocabulary(directory: Path, spec: GraphSpec) -> Iterator[Finding]:
     """The spec's vocabulary against logits, embedding, row files and tokenizer."""
     found = partial(_finding, rule="vocabulary-mismatch")
-    for graph in (spec.prefill, spec.decode):
+    for graph in spec.graphs.values():
         for tensor in graph.by_role("logits"):
             if tensor.shape[-1] != spec.vocab_size:
                 what = f"logits for {tensor.shape[-1]} tokens, a vocabulary of {spec.vocab_size}"

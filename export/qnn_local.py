@@ -4,8 +4,8 @@ The `onnxruntime-qnn` wheel prepares real binaries offline and carries a simulat
 graph is compiled in a process of its own, then the simulator runs the binaries on validation text and
 its logits are compared with ONNX Runtime's on the CPU. That says that the binary computes the model; it
 says nothing of a phone's speed. The simulator cannot load a binary that two graphs share, so what it
-checks are binaries of one graph each; then prefill and decode of a part are compiled once more, by the
-same compiler, into the one binary that ships.
+checks are binaries of one graph each; then all graphs of a part (prefill and decode of every context)
+are compiled once more, by the same compiler, into the one binary that ships.
 
 Output: ``prefill_ctx.onnx`` and ``decode_ctx.onnx``, the ``model_qnn.bin`` that both name (one
 ``…_qnn.bin`` each without sharing), and ``compile.log``. Where the graphs are cut, every part has such
@@ -56,7 +56,7 @@ class CompileConfig:
     """Decode steps in the simulator, after one prefill chunk; 0 leaves the simulator out (it is slow)."""
 
     share_weights: bool = True
-    """Whether prefill and decode of a part lie in one binary, with one copy of their weights."""
+    """Whether all graphs of a part lie in one binary, with one copy of their weights."""
 
 
 def qnn_available() -> bool:
@@ -67,7 +67,7 @@ def qnn_available() -> bool:
 def compile_local(
     exported: Path, checkpoint: Path, tokens: Path, out: Path, config: CompileConfig, *, force: bool = False
 ) -> Manifest:
-    """Compile both graphs of ``exported`` and check them in the simulator.
+    """Compile all graphs of ``exported`` and check them in the simulator.
 
     What an interrupted run finished is not compiled again.
 
@@ -128,9 +128,10 @@ def compile_local(
     }
     checked = config.verify_steps > 0
     with console.progress() as bar:
-        total = checked + work.num_parts * (2 * (checked or not work.share) + work.share)
+        alone = work.graphs if checked or not work.share else ()
+        total = checked + work.num_parts * (len(alone) + work.share)
         task = bar.add_task(f"compile for {target.soc}", total=total)
-        for graph in ("decode", "prefill") if checked or not work.share else ():
+        for graph in alone:
             for index in range(work.num_parts):
                 metrics |= work.compile_alone(graph, index)
                 bar.advance(task)
@@ -161,6 +162,11 @@ class _Compilation:
         """Of each graph."""
         return len(self.spec.decode.parts)
 
+    @property
+    def graphs(self) -> list[str]:
+        """By name, in the order in which they are compiled: of each context decode, then prefill."""
+        return [f"{graph}{suffix}" for suffix in self.spec.contexts for graph in ("decode", "prefill")]
+
     def compile_alone(self, graph: str, index: int) -> dict[str, Any]:
         """One part of one graph; where binaries are shared, only for the simulator."""
         model = self._model(graph, index)
@@ -168,18 +174,19 @@ class _Compilation:
         return _named(model.stem, self.jobs.compile([model], out, model.stem))
 
     def compile_shared(self, index: int) -> dict[str, Any]:
-        """A part of both graphs."""
-        models = [self._model(graph, index) for graph in ("decode", "prefill")]
+        """A part of all graphs."""
+        models = [self._model(graph, index) for graph in self.graphs]
         name = f"model{self._suffix(index)}"
         return _named(name, self.jobs.compile(models, self.directory, name))
 
     def simulate(self, roms: list[Path], shards: TokenShards, steps: int) -> dict[str, Any]:
         """Compare the simulator with ONNX Runtime; a binary that computes something else is an error."""
-        prompt = min(self.spec.prefill.num_tokens, self.spec.context_length - steps)
+        shortest = min(context.context_length for context in self.spec.contexts.values())
+        prompt = min(self.spec.prefill.num_tokens, shortest - steps)
         ids = shards.validation_windows(1, prompt + steps)[0].tolist()
         compiled = self.directory / UNSHARED if self.share else self.directory
         metrics = self.jobs.simulate(self.exported, compiled, roms, ids, steps)
-        worst = min(metrics["simulator_prefill_min_cosine"], metrics["simulator_decode_min_cosine"])
+        worst = min(metrics[f"simulator_{graph}_min_cosine"] for graph in self.graphs)
         if not worst >= MIN_COSINE:  # a NaN must not pass
             raise UserError(
                 f"the NPU simulator's logits do not follow ONNX Runtime's: cosine {worst:.4f}, at least "
@@ -203,7 +210,7 @@ class _Compilation:
     def report(self, metrics: dict[str, Any]) -> None:
         """Say what was made and how well it computes."""
         for index in range(self.num_parts):
-            for name in ("model",) if self.share else ("decode", "prefill"):
+            for name in ("model",) if self.share else self.graphs:
                 _report_binary(f"{name}{self._suffix(index)}", metrics)
         for graph in self.spec.graphs if "simulator_seconds" in metrics else ():
             _report_check(graph, metrics)
@@ -259,11 +266,12 @@ def _check_sizes(exported: Path, spec: GraphSpec) -> None:
 
 def _check_steps(config: CompileConfig, spec: GraphSpec, shards: TokenShards) -> None:
     """The simulator's check must fit the context and the validation text; known before compiling."""
-    most = min(spec.context_length, len(shards.validation)) - spec.prefill.num_tokens
+    shortest = min(context.context_length for context in spec.contexts.values())
+    most = min(shortest, len(shards.validation)) - spec.prefill.num_tokens
     if config.verify_steps > max(most, 0):
         raise UserError(
             f"{config.verify_steps} decode steps after a prefill chunk of {spec.prefill.num_tokens} tokens do not fit "
-            f"the context of {spec.context_length} or the {len(shards.validation)} tokens of validation text",
+            f"the context of {shortest} or the {len(shards.validation)} tokens of validation text",
             where="--verify-steps",
             fix=f"give {most} or fewer" if most > 0 else "give 0 (no simulator), or export with a longer context",
         )

@@ -38,6 +38,11 @@ ERRORS_ONLY = 3
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
+def register() -> None:
+    """Make the provider known to ONNX Runtime; once a process."""
+    ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
+
+
 def session(
     model: Path,
     soc_model: int,
@@ -73,6 +78,12 @@ def session(
     devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
     options.add_provider_for_devices(devices, provider)
     return ort.InferenceSession(model, options)
+
+
+def npu_sessions(compiled: Path, graph: Graph, soc_model: int, optimization_level: int) -> list[ort.InferenceSession]:
+    """Sessions of the binaries of a graph's parts, which lie in ``compiled``."""
+    wrappers = [compiled / f"{Path(part.file).stem}_ctx.onnx" for part in graph.parts]
+    return [session(wrapper, soc_model, optimization_level) for wrapper in wrappers]
 
 
 def computes_in_float(model: Path) -> bool:
@@ -143,21 +154,21 @@ def simulate(
         readers = [stack.enter_context(RomReader(rom)) for rom in roms]
 
         def on_npu(graph: Graph) -> Sessions:
-            wrappers = [compiled / f"{Path(part.file).stem}_ctx.onnx" for part in graph.parts]
-            return [session(wrapper, soc_model, level) for wrapper in wrappers]
+            return npu_sessions(compiled, graph, soc_model, level)
 
-        def run(load: Callable[[Graph], Sessions]) -> tuple[np.ndarray, np.ndarray]:
-            decoder = OnnxDecoder(spec, embedding, readers)
-            prefill = decoder.prefill(load(spec.prefill), prompt)  # one graph in memory at a time
-            loaded = load(spec.decode)
-            return prefill, np.stack([decoder.decode(loaded, token) for token in rest])
+        def run(one: GraphSpec, load: Callable[[Graph], Sessions]) -> dict[str, np.ndarray]:
+            decoder = OnnxDecoder(one, embedding, readers)
+            prefill = decoder.prefill(load(one.prefill), prompt)  # one graph in memory at a time
+            loaded = load(one.decode)
+            return {"prefill": prefill, "decode": np.stack([decoder.decode(loaded, token) for token in rest])}
 
-        expected = run(lambda graph: cpu_sessions(exported, graph))
-        found = run(on_npu)
-    metrics: dict[str, Any] = {"simulator_seconds": round(time.monotonic() - started, 2)}
-    for name, logits, reference in zip(("prefill", "decode"), found, expected, strict=True):
-        metrics |= {f"simulator_{name}_{key}": value for key, value in agreement(logits, reference).items()}
-    return metrics
+        metrics: dict[str, Any] = {}
+        for suffix, one in spec.contexts.items():
+            expected = run(one, lambda graph: cpu_sessions(exported, graph))
+            for name, logits in run(one, on_npu).items():
+                found = agreement(logits, expected[name])
+                metrics |= {f"simulator_{name}{suffix}_{key}": value for key, value in found.items()}
+    return {"simulator_seconds": round(time.monotonic() - started, 2), **metrics}
 
 
 def _peak_rss_bytes() -> int:
@@ -196,7 +207,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if given.parent is not None:
         end_with(given.parent)
-    ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())
+    register()
     try:
         if given.job == "compile":
             binary = given.binary or given.model[0].stem

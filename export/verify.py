@@ -1,4 +1,4 @@
-"""Are the graphs the model? Both are run on real text and compared with PyTorch."""
+"""Are the graphs the model? All are run on real text and compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def verify(
 ) -> dict[str, float | int]:
     """Compare the graphs in ``directory`` with the model of ``checkpoint`` on real text ``ids`` ``[N]``.
 
-    PyTorch runs the whole window at once, without a cache. The graphs run it as a device does:
-    prefill chunks, the last one partial where T allows it, then cached decode steps, one token
-    each. Only one of the three is in memory at a time.
+    PyTorch runs the whole window at once, without a cache. The graphs of each context run it (or as
+    much of it as fits) as a device does: prefill chunks, the last one partial where T allows it, then
+    cached decode steps, one token each. Only one graph, or the PyTorch model, is in memory at a time.
 
     Args:
         roms: the ROM files whose rows both sides use, in the order of the spec.
@@ -43,36 +43,41 @@ def verify(
     Raises:
         UserError: they differ by more than ``TOLERANCES`` allow.
     """
-    num_prompt = _prompt_length(len(ids), spec.prefill.num_tokens)
     with ExitStack() as stack:
         readers = [stack.enter_context(RomReader(rom)) for rom in roms]
         embedding = stack.enter_context(RomReader(directory / spec.embedding.file))
         bar = stack.enter_context(console.progress())
-        task = bar.add_task("verify", total=3)
+        task = bar.add_task("verify", total=1 + len(spec.graphs))
         expected = _torch_logits(checkpoint, readers, ids)
         bar.advance(task)
-        decoder = OnnxDecoder(spec, embedding, readers)
-        prefill = decoder.prefill(cpu_sessions(directory, spec.prefill), ids[:num_prompt])
-        bar.advance(task)
-        sessions = cpu_sessions(directory, spec.decode)
-        decode = np.stack([decoder.decode(sessions, token) for token in ids[num_prompt:]])
-        bar.advance(task)
-    scale = float(np.abs(expected).max())
-    tolerance = TOLERANCES[spec.decode.by_role("past_key")[0].dtype]
-    metrics: dict[str, float | int] = {"verify_tokens": len(ids), "verify_logit_scale": scale}
-    for name, found, reference in (
-        ("prefill", prefill, expected[:num_prompt]),
-        ("decode", decode, expected[num_prompt:]),
-    ):
-        error = float(np.abs(found - reference).max())
-        if not error <= tolerance * scale:  # a NaN must not pass
-            raise UserError(
-                f"logits differ from PyTorch's by up to {error:.3g} at a scale of {scale:.3g}",
-                where=directory / spec.graphs[name].parts[-1].file,
-                fix="report this with the model's config.json: the exported graph is not the model",
-            )
-        metrics[f"verify_{name}_max_abs_error"] = error
+        scale = float(np.abs(expected).max())
+        metrics: dict[str, float | int] = {"verify_tokens": len(ids), "verify_logit_scale": scale}
+        for suffix, one in spec.contexts.items():
+            text = ids[: one.context_length]
+            num_prompt = _prompt_length(len(text), one.prefill.num_tokens)
+            decoder = OnnxDecoder(one, embedding, readers)
+            prefill = decoder.prefill(cpu_sessions(directory, one.prefill), text[:num_prompt])
+            metrics |= _compare(directory, spec, f"prefill{suffix}", prefill, expected[:num_prompt], scale)
+            bar.advance(task)
+            sessions = cpu_sessions(directory, one.decode)
+            decode = np.stack([decoder.decode(sessions, token) for token in text[num_prompt:]])
+            metrics |= _compare(directory, spec, f"decode{suffix}", decode, expected[num_prompt : len(text)], scale)
+            bar.advance(task)
     return metrics
+
+
+def _compare(
+    directory: Path, spec: GraphSpec, name: str, found: np.ndarray, expected: np.ndarray, scale: float
+) -> dict[str, float]:
+    """The largest difference of one graph's logits ``[n, V]``, as a metric; more than ``TOLERANCES`` is an error."""
+    error = float(np.abs(found - expected).max())
+    if not error <= TOLERANCES[spec.decode.by_role("past_key")[0].dtype] * scale:  # a NaN must not pass
+        raise UserError(
+            f"logits differ from PyTorch's by up to {error:.3g} at a scale of {scale:.3g}",
+            where=directory / spec.graphs[name].parts[-1].file,
+            fix="report this with the model's config.json: the exported graph is not the model",
+        )
+    return {f"verify_{name}_max_abs_error": error}
 
 
 def _prompt_length(num_tokens: int, chunk: int) -> int:

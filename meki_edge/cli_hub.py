@@ -15,7 +15,7 @@ import typer
 
 from meki_edge import console
 from meki_edge.errors import UserError
-from meki_edge.options import Force, Json, OutputDir
+from meki_edge.options import Force, Json, OutputDir, parse_lengths
 
 if TYPE_CHECKING:
     from export.hub_stage import Access
@@ -83,7 +83,7 @@ def _flow(step: str, text: str) -> Callable[..., None]:
             step=step,
             target_runtime=target_runtime,
             infer_steps=infer_steps,
-            prompt_lengths=_lengths(prompt_lengths),
+            prompt_lengths=tuple(sorted(set(parse_lengths(prompt_lengths, "--prompt-lengths")))),
             profiler_iterations=iterations,
             qairt_version=qairt_version,
         )
@@ -117,8 +117,8 @@ def open_access(
     return Access(connect=connect, ledger=Ledger(ledger or default_directory()), resubmit=resubmit)
 
 
-compile_ = _flow("compile", "Upload and compile prefill and decode, part by part, and download what came out.")
-link = _flow("link", "Compile, link each part's two graphs so that they share weights, and download the binaries.")
+compile_ = _flow("compile", "Upload and compile all graphs, part by part, and download what came out.")
+link = _flow("link", "Compile, link each part's graphs so that they share weights, and download the binaries.")
 profile = _flow("profile", "Compile, link, and profile on the devices: times, memory, operators.")
 infer = _flow("infer", "Compile, link, and run real text on the devices; compare the logits with ONNX Runtime.")
 run = _flow("run", "All: lint, upload, compile, link, profile, infer (with --tokens), download, report.")
@@ -202,12 +202,9 @@ def logs(
     hub_profile: Profile = None,
 ) -> None:
     """Download the logs of finished jobs."""
-    from export.hub_jobs import Jobs
-
     access = open_access(hub_profile, ledger, None, 10.0, False)
     entries = [access.ledger.job(job) for job in jobs]
-    service = access.connect()
-    fetcher = Jobs(service, service.service, access.ledger, output_dir)
+    service, fetcher = access.open(output_dir)
     for entry in entries:
         if not service.status(entry.id or "").finished:
             fix = "wait for its end (`meki-edge hub status`); the service gives logs only then"
@@ -226,13 +223,6 @@ def cancel(jobs: JobIds, ledger: LedgerDir = None, hub_profile: Profile = None) 
     for job in jobs:
         entry = hub_jobs.abandon(access.ledger, job)
         console.info(f"{entry.label}: no longer waited for; if it must stop, do it there: {service.job_url(job)}")
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"{text!r} is no list of lengths", where="--prompt-lengths", fix="write it as 128,512,2048")
-    return tuple(sorted({int(part) for part in parts}))
 
 
 for function in (login, devices, compile_, link, profile, infer, run, status, logs, cancel):

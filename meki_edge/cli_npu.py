@@ -10,7 +10,16 @@ import typer
 
 from meki_edge import console
 from meki_edge.errors import UserError, nearest
-from meki_edge.options import Checkpoint, Force, Json, MemoryOption, OutputDir, Tokens, parse_memory_options
+from meki_edge.options import (
+    Checkpoint,
+    Force,
+    Json,
+    MemoryOption,
+    OutputDir,
+    Tokens,
+    parse_lengths,
+    parse_memory_options,
+)
 
 SHOWN_LAYERS = 3
 
@@ -151,7 +160,7 @@ def bounds(
         raise UserError("the model must come from one place", where="bounds", fix="give directories, or --preset")
     _choice(precision, tuple(PRECISIONS), "--precision")
     _choice(kv_dtype, KV_DTYPES, "--kv-dtype")
-    target, lengths = chip(chipset), _lengths(context_lengths)
+    target, lengths = chip(chipset), parse_lengths(context_lengths, "--context-lengths")
     rows: list[dict[str, Any]] = []
     if preset is not None:
         cache = kv_dtype or "float16"
@@ -182,10 +191,3 @@ def bounds(
 def _choice(value: str | None, known: tuple[str, ...], option: str) -> None:
     if value is not None and value not in known:
         raise UserError(f"unknown value {value!r}{nearest(value, known)}", where=option, fix=f"use {', '.join(known)}")
-
-
-def _lengths(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) < 2**24 for part in parts):
-        raise UserError(f"{text!r} is not a list of lengths", where="--context-lengths", fix="write it as 1024,4096")
-    return [int(part) for part in parts]

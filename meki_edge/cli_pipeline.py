@@ -34,6 +34,7 @@ from meki_edge.options import (
     VerifyRows,
     parse_curves,
     parse_layers,
+    parse_lengths,
     parse_memory_options,
     parse_moe,
 )
@@ -188,6 +189,7 @@ def export(
     tokens: Tokens,
     output_dir: OutputDir,
     context_length: Annotated[int, typer.Option(min=1, help="Slots of the KV cache.")] = 1024,
+    shorter_contexts: Annotated[str | None, typer.Option(help="Also export graphs with fewer slots, such as 256,512: a text runs in the shortest that holds it.")] = None,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a call.")] = 128,
     verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
     parts: Annotated[int, typer.Option(min=1, help="Cut each graph into so many parts of about as many layers.")] = 1,
@@ -203,6 +205,7 @@ def export(
 
     config = ExportConfig(
         context_length=context_length,
+        shorter_contexts=() if shorter_contexts is None else parse_lengths(shorter_contexts, "--shorter-contexts"),
         prefill_tokens=prefill_tokens,
         verify_tokens=verify_tokens,
         parts=parts,

@@ -130,6 +130,7 @@ def _arm(arm: dict[str, Any]) -> dict[str, Any]:
         "rom_bytes_per_token": metrics["rom_bytes_per_token"],
         "rom_bytes_per_token_expected": metrics["rom_bytes_per_token_expected"],
         "table_precision": metrics["table_precision"],
+        "context_lengths": metrics["context_lengths"],
         "weight_bytes_per_token": metrics["weight_bytes_per_token"],
         "expert_bytes_per_token": metrics["expert_bytes_per_token"],
         "ram_parameters": metrics["ram_parameters"],

@@ -24,18 +24,22 @@ into the cache, and shifts the states along by the tokens that were real: a past
 one type and quantization, in both graphs. T is ``num_tokens``, C is ``context_length``.
 
 ``hidden`` ``[1, T, hidden_size]`` with index i is an output of part i and an input of part i + 1.
+
+A static graph attends to all C slots, used or not. So there may be *shorter* contexts: the same two
+graphs with fewer slots, for as long as a text fits them. When it outgrows one, the host spreads the
+cache over the slots of the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
 from meki_edge import config
 
-SCHEMA = 2
+SCHEMA = 3
 FILE_NAME = "graph_spec.json"
 
 
@@ -111,6 +115,11 @@ def _by_role(tensors: tuple[TensorSpec, ...], role: str) -> tuple[TensorSpec, ..
     return tuple(sorted(found, key=lambda tensor: tensor.index))
 
 
+def context_suffix(context_length: int) -> str:
+    """What the names of a shorter context's graphs end with."""
+    return f"_c{context_length}"
+
+
 def part_suffix(index: int, num_parts: int) -> str:
     """What the names and roles of a part's files end with: nothing where there is one part only."""
     return f"_{index}" if num_parts > 1 else ""
@@ -131,8 +140,19 @@ class RowFile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """Both graphs with ``context_length`` slots of the cache."""
+
+    context_length: int
+    prefill: Graph
+    decode: Graph
+
+
+@dataclass(frozen=True, kw_only=True)
 class GraphSpec:
     """The exported model as its callers see it.
+
+    ``context_length``, ``prefill`` and ``decode`` are the longest context; the ``shorter`` ones ascend.
 
     ``embedding`` feeds ``input_embeds``; ``roms[i]`` feeds the ``memory_rows`` input with index i.
     ``rope_theta`` and ``head_dim`` give the rotary angles: ``position · rope_theta^(-2j/head_dim)``.
@@ -152,11 +172,39 @@ class GraphSpec:
     decode: Graph
     embedding: RowFile
     roms: tuple[RowFile, ...]
+    shorter: tuple[Context, ...] = ()
 
     @property
     def graphs(self) -> dict[str, Graph]:
-        """Both graphs by name, as files and roles call them."""
-        return {"prefill": self.prefill, "decode": self.decode}
+        """All graphs by name, as files and roles call them; those of the longest context first."""
+        found = {"prefill": self.prefill, "decode": self.decode}
+        for context in self.shorter:
+            suffix = context_suffix(context.context_length)
+            found |= {f"prefill{suffix}": context.prefill, f"decode{suffix}": context.decode}
+        return found
+
+    @property
+    def contexts(self) -> dict[str, GraphSpec]:
+        """Each context as a spec of its own, by the suffix of its graphs' names; the longest first."""
+        found = {"": replace(self, shorter=())}
+        for context in self.shorter:
+            found[context_suffix(context.context_length)] = replace(
+                self,
+                context_length=context.context_length,
+                prefill=context.prefill,
+                decode=context.decode,
+                shorter=(),
+            )
+        return found
+
+    def map_graphs(self, change: Callable[[Graph], Graph]) -> GraphSpec:
+        """The spec with every graph changed."""
+
+        def both(of: GraphSpec | Context) -> dict[str, Graph]:
+            return {"prefill": change(of.prefill), "decode": change(of.decode)}
+
+        shorter = tuple(replace(context, **both(context)) for context in self.shorter)
+        return replace(self, **both(self), shorter=shorter)
 
     @classmethod
     def from_json(cls, values: Any, where: str | PathLike[str]) -> GraphSpec:

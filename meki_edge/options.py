@@ -11,6 +11,7 @@ import typer
 
 from meki_edge.errors import UserError
 
+MAX_LENGTH = 2**24
 MAX_LAYER = 9_999
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Directory to write, with a manifest.")]
@@ -73,6 +74,18 @@ def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
             raise UserError(f"{text!r} is not a list of layers", where=option, fix="write it as 0,2-5")
         layers.extend(range(int(first), int(last or first) + 1))
     return tuple(layers)
+
+
+def parse_lengths(text: str, option: str) -> tuple[int, ...]:
+    """``"256,1024"`` → (256, 1024), of numbers of tokens.
+
+    Raises:
+        UserError: not a list of positive numbers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_LENGTH for part in parts):
+        raise UserError(f"{text!r} is not a list of lengths", where=option, fix="write it as 1024,4096")
+    return tuple(map(int, parts))
 
 
 def parse_memory_options(pairs: list[str] | None) -> dict[str, Any]:

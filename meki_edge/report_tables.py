@@ -33,6 +33,10 @@ def _bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def _counts(values: list[int]) -> str:
+    return " / ".join(map(_count, values))
+
+
 def _speed(value: dict[str, Any]) -> str:
     spread = "" if value["sd"] is None else f" ± {value['sd']:,.2f}"
     return f"{value['mean']:,.2f}{spread}"
@@ -88,6 +92,7 @@ def rows(result: dict[str, Any]) -> list[Row]:
         Row(label="ROM a token, at most", key="rom_bytes_per_token", write=_bytes),
         Row(label="ROM a token of validation text, mean", key="rom_bytes_per_token_expected", write=_bytes),
         Row(label="Table precision", key="table_precision", write=str),
+        Row(label="KV cache slots of the graphs", key="context_lengths", write=_counts),
         Row(label="RSS while decoding", key="rss_bytes", write=_bytes),
         Row(label="Peak RSS, loading included", key="peak_rss_bytes", write=_bytes),
         Row(label="PSS", key="pss_bytes", write=_bytes),

@@ -59,6 +59,7 @@ def arm(name: str, loss: float | None, speeds: list[float], *, rom: bool, tokens
             "active_parameters": 1_000_000,
             "weight_bytes_per_token": 4_000_000,
             "expert_bytes_per_token": None,
+            "context_lengths": [256, 1024],
             "rom_bytes": 2_000_000 * rom,
             "rom_bytes_per_token": 4096 * rom,
             "rom_bytes_per_token_expected": 3000 * rom,
@@ -174,6 +175,7 @@ def test_the_json_has_every_figure_a_decision_needs(tmp_path: Path) -> None:
         "rom_bytes_per_token_expected": 3000,
         "cache_hit_share": 0.25,
         "table_precision": "int8",
+        "context_lengths": [256, 1024],
         "ram_parameters": 1_000_000,
         "peak_rss_bytes": 50_000_000,
     } == result["arms"]["meki"]

@@ -26,8 +26,9 @@ from meki_edge.rom.reader import RomReader
 from meki_edge.rom.spec import RomSpec
 
 WEIGHTS_ROLE = re.compile(r"weights(_\d+)?|embedding")
-EXPORTED_ROLE = re.compile(rf"graph_spec|(prefill|decode)_graph(_\d+)?|{WEIGHTS_ROLE.pattern}|{bundle.TOKENIZER_ROLE}")
-COMPILED_ROLE = re.compile(r"(prefill|decode)_context(_\d+)?|(prefill|decode|model)_binary(_\d+)?")
+GRAPH_NAME = r"(prefill|decode)(_c\d+)?"
+EXPORTED_ROLE = re.compile(rf"graph_spec|{GRAPH_NAME}_graph(_\d+)?|{WEIGHTS_ROLE.pattern}|{bundle.TOKENIZER_ROLE}")
+COMPILED_ROLE = re.compile(rf"{GRAPH_NAME}_context(_\d+)?|({GRAPH_NAME}|model)_binary(_\d+)?")
 ROM_ROLE = re.compile(r"rom(_\d+)?")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._+-]*")  # it names files and columns
 NPU_METRICS = ("chipset", "hexagon_arch", "qnn_sdk_version")  # what a phone must have for the binary
@@ -263,5 +264,5 @@ def _sizes(spec: GraphSpec, roms: list[RomSpec], sources: list[_Source]) -> dict
         "table_precision": "+".join(dict.fromkeys(segment.codec for rom in roms for segment in rom.segments)) or None,
         "weights_bytes": sum(s.entry.bytes for s in sources if WEIGHTS_ROLE.fullmatch(s.entry.role)),
         "vocab_size": spec.vocab_size,
-        "context_length": spec.context_length,
+        "context_lengths": sorted(one.context_length for one in spec.contexts.values()),
     }

@@ -335,4 +335,8 @@ def _notes(config: RunConfig, arms: list[dict[str, Any]]) -> list[str]:
     missing = [name for name, key in shown.items() if all(arm["conditions"][key] is None for arm in arms)]
     if missing:
         notes.append(f"This system shows no {' and no '.join(missing)}.")
+    contexts = {arm["name"]: arm["metrics"]["context_lengths"] for arm in arms}
+    if any(lengths != contexts[arms[0]["name"]] for lengths in contexts.values()):
+        counts = ", ".join(f"{name}: {' / '.join(map(str, lengths))}" for name, lengths in contexts.items())
+        notes.append(f"The speeds are not comparable: the graphs attend to different numbers of slots ({counts}).")
     return notes

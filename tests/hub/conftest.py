@@ -9,7 +9,19 @@ import pytest
 from hub_lab import Lab
 from server import TOKEN, Loopback
 
+from export.graph import ExportConfig, export
 from export.hub_ledger import Ledger
+
+
+@pytest.fixture(scope="session")
+def shorter(
+    tmp_path_factory: pytest.TempPathFactory, exported: dict[str, tuple[Path, Path]], tokens_dir: Path
+) -> tuple[Path, Path]:
+    """(checkpoint, export) of the dense model in two parts, with 40 slots of the cache or 24; do not change them."""
+    checkpoint, directory = exported["dense"][0], tmp_path_factory.mktemp("shorter") / "short"
+    config = ExportConfig(context_length=40, shorter_contexts=(24,), prefill_tokens=16, verify_tokens=20, parts=2)
+    export(checkpoint, tokens_dir, directory, config)
+    return checkpoint, directory
 
 
 @pytest.fixture

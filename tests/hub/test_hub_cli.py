@@ -97,7 +97,7 @@ def test_compile_via_hub(lab: Lab, exported: dict[str, tuple[Path, Path]], token
 
 def test_bad_lengths(lab: Lab, bundles: dict[str, Path]) -> None:
     for text in ("0", "a", ",", "1.5", "-3"):
-        with pytest.raises(UserError, match="no list of lengths"):
+        with pytest.raises(UserError, match="is not a list of lengths"):
             meki("hub", "run", bundles["dense"], "-o", lab.directory / "out", "-d", S25, f"--prompt-lengths={text}")
 
 

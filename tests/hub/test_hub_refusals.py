@@ -152,11 +152,11 @@ def test_lint_comes_first(lab: Lab, bundles: dict[str, Path]) -> None:
     assert error.what.startswith("lint found") and nothing_was_sent(lab)
 
 
-def compiled(lab: Lab, soc: str) -> Path:
+def compiled(lab: Lab, soc: str, graphs: tuple[str, ...] = ("prefill", "decode")) -> Path:
     """A directory as `meki-edge compile` leaves it, for a chip."""
     output = StageOutput(lab.directory / f"npu-{soc}", stage="compile", config={}, inputs={})
     roles = {}
-    for graph in ("prefill", "decode"):
+    for graph in graphs:
         attributes = {"domain": "com.microsoft", "ep_cache_context": f"{graph}_qnn.bin"}
         node = onnx.helper.make_node("EPContext", ["x"], ["y"], **attributes)
         values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y")]
@@ -172,6 +172,20 @@ def test_a_binary_of_another_chip(lab: Lab) -> None:
     error = refused(lab, [compiled(lab, "sm8650")], HubConfig(devices=(S25,), step="profile"))
     assert "compiled for sm8650, Samsung Galaxy S25 (Family) has Snapdragon 8 Elite (sm8750)" in error.what
     assert nothing_was_sent(lab) and "compile for sm8750" in error.fix
+
+
+def test_graphs_of_binaries_by_name(lab: Lab) -> None:
+    graphs = {"decode": ("decode", 0), "prefill_1": ("prefill", 1), "decode_c256": ("decode_c256", 0)}
+    graphs["prefill_c1024_10"] = ("prefill_c1024", 10)
+    (arm,) = hub_source.open_arms([compiled(lab, "sm8750", tuple(graphs))])
+    assert {unit.name: (unit.graph, unit.part) for unit in arm.units} == graphs
+    assert arm.shorter_contexts == [256, 1024] and arm.num_parts == 11
+
+
+@pytest.mark.parametrize("name", ["model", "decode_c", "decode_x1", "decode_1_c256", "predecode", "decode_c256_"])
+def test_a_binary_of_no_graph(lab: Lab, name: str) -> None:
+    with pytest.raises(UserError, match=f"'{name}_ctx.onnx' is neither prefill nor decode"):
+        hub_source.open_arms([compiled(lab, "sm8750", (name,))])
 
 
 def test_a_binary_over_the_limit(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

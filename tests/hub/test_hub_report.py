@@ -11,7 +11,7 @@ from export import hub_plots, hub_report
 from export.hub_service import HubDevice
 from export.hub_source import Arm, Unit
 from export.hub_stage import page
-from meki_edge.graph_spec import Graph, GraphSpec, RowFile
+from meki_edge.graph_spec import Context, Graph, GraphSpec, RowFile
 from meki_edge.manifest import Manifest
 
 DEVICE = HubDevice(name="Phone", os="15", attributes=("chipset:qualcomm-snapdragon-8-elite",))
@@ -23,20 +23,19 @@ CONFIG = {
 }
 
 
-def arm(name: str, parts: int = 2, context: int = 1024, **metrics: Any) -> Arm:
+def arm(name: str, parts: int = 2, context: int = 1024, shorter: tuple[int, ...] = (), **metrics: Any) -> Arm:
     """An arm with a prefill of 128 tokens."""
     made = Manifest(schema=1, stage="pack", config={}, inputs={}, files={}, metrics=metrics, versions={})
-    units = tuple(
-        Unit(graph=graph, part=part, name=f"{graph}_{part}", files=())
-        for graph in ("prefill", "decode")
-        for part in range(parts)
-    )
+    graphs = {"prefill": Graph(num_tokens=128, parts=()), "decode": Graph(num_tokens=1, parts=())}
     rows = RowFile(file="embedding.safetensors", row_dim=8)
     spec = GraphSpec(
         schema=2, vocab_size=10, hidden_size=8, num_hidden_layers=2, num_key_value_heads=1, head_dim=8, rope_theta=1e4,
-        context_length=context, mask_value=-100.0, eos_token_id=None, prefill=Graph(num_tokens=128, parts=()),
-        decode=Graph(num_tokens=1, parts=()), embedding=rows, roms=(),
+        context_length=context, mask_value=-100.0, eos_token_id=None, embedding=rows, roms=(), **graphs,
+        shorter=tuple(Context(context_length=length, **graphs) for length in shorter),
     )  # fmt: skip
+    units = tuple(
+        Unit(graph=graph, part=part, name=f"{graph}_{part}", files=()) for graph in spec.graphs for part in range(parts)
+    )
     return Arm(name=name, directory=Path(name), manifest=made, spec=spec, units=units)
 
 
@@ -84,6 +83,34 @@ def test_parts_are_summed_and_arms_compared() -> None:
     assert len(hub_plots.plots(result)) == 3
     text = page(result)
     assert text.count("<svg") == 3 and "Slowest operators: meki, decode_1, Phone" in text
+
+
+def test_shorter_contexts_have_rows_of_their_own() -> None:
+    times = {"prefill": 9000, "decode": 1000, "prefill_c256": 3000, "decode_c256": 400}
+    times |= {"prefill_c512": 5000, "decode_c512": 500}
+    profiles = {(DEVICE.name, "short", f"{graph}_0"): profile(us) for graph, us in times.items()}
+    profiles |= {(DEVICE.name, "one", f"{graph}_0"): profile(times[graph]) for graph in ("prefill", "decode")}
+    arms = [arm("short", 1, shorter=(256, 512)), arm("one", 1)]
+    config = {**CONFIG, "prompt_lengths": [100, 257, 600, 1000]}
+    result = hub_report.build(arms, [DEVICE], profiles, {}, service="https://x", config=config, jobs=[])
+    short, one = result["measured"]["Phone"]["short"], result["measured"]["Phone"]["one"]
+    assert short["tokens_per_s"] == one["tokens_per_s"] == 1000 and one["decode_ratio"] == 1, "of the longest"
+    # chunks end at 128 and 256 (context 256), 384 and 512 (context 512), 600 and beyond (context 1024)
+    assert [short[f"first_token_us_{length}"] for length in (100, 257, 600, 1000)] == [3000, 11_000, 25_000, 52_000]
+    assert one["first_token_us_600"] == 5 * 9000
+    rows = dict(hub_report.cells(result, "Phone"))
+    assert rows["Decode, context 256: tokens/s"] == ["2,500.00", "–"]
+    assert rows["Decode, context 512: a token"] == ["500 µs", "–"]
+    assert rows["Prefill, context 512: a chunk"] == ["5.00 ms", "–"]
+    assert "Figures that name no context are of the longest one." in result["notes"][2]
+    assert "shorter_contexts [256, 512] and []" in result["notes"][3]
+    (plot,) = [plot for plot in hub_plots.plots(result) if "by context" in plot.title]
+    assert "short: context 256 0.400 milliseconds, context 512 0.500" in plot.alt and "one: context longest" in plot.alt
+    assert "time of a token decoded, by context" in page(result)
+
+    del profiles[DEVICE.name, "short", "prefill_c256_0"]
+    result = hub_report.build(arms, [DEVICE], profiles, {}, service="https://x", config=config, jobs=[])
+    assert result["measured"]["Phone"]["short"]["first_token_us_257"] == 15_000, "what was measured counts"
 
 
 def test_what_a_service_leaves_out_is_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zipfile
@@ -15,8 +16,8 @@ import pytest
 from hub_lab import S24, S25, Lab
 
 from export import hub_trace
-from export.graph import ExportConfig, export
 from export.hub_compile import HubCompileConfig, compile_hub, unpack
+from export.hub_source import open_arms
 from export.hub_stage import HubConfig, hub
 from export.qnn_local import qnn_available
 from meki_edge import manifest
@@ -126,21 +127,53 @@ def test_wrapped_binaries_and_what_they_are_made_for(lab: Lab, bundles: Bundles,
     assert sum(name.endswith("decode.zip") for name in made.files) == 2
 
 
-def test_parts_add_up(lab: Lab, exported: dict[str, tuple[Path, Path]], tokens_dir: Path) -> None:
-    directory = lab.directory / "parts"
-    config = ExportConfig(context_length=64, prefill_tokens=16, verify_tokens=20, parts=2)
-    export(exported["dense"][0], tokens_dir, directory, config)
-    hub([directory], lab.directory / "out", HubConfig(devices=(S25,), infer_steps=2), lab.access(), tokens=tokens_dir)
+def test_parts_add_up_in_every_context(lab: Lab, shorter: tuple[Path, Path], tokens_dir: Path) -> None:
+    checkpoint, directory = shorter
+    pack(directory, checkpoint, lab.directory / "short", PackConfig(name="short"))
+    config = HubConfig(devices=(S25,), infer_steps=10, prompt_lengths=(16, 24, 25, 33))
+    hub([lab.directory / "short"], lab.directory / "out", config, lab.access(), tokens=tokens_dir)
+    assert lab.hub.count("POST", "models") == 8
+    kinds = Counter(job.kind for job in lab.hub.jobs.values())
+    assert kinds == {"compile_job": 8, "link_job": 2, "profile": 8, "inference": 8}
+    linked = [set(model.graphs) for model in lab.hub.models.values() if model.name == "linked"]
+    names = ("prefill", "decode", "prefill_c24", "decode_c24")
+    wanted = [{f"{name}_{part}" for name in names} for part in (0, 1)]
+    assert sorted(linked, key=min) == wanted, "all graphs of a part share one binary"
+
     result = json.loads((lab.directory / "out/hub.json").read_text())
-    arm = result["measured"][S25]["parts"]
-    assert lab.hub.count("POST", "models") == 4 and arm["parts"] == 2
-    graphs = arm["graphs"]
-    assert set(graphs) == {"prefill_0", "prefill_1", "decode_0", "decode_1"}
-    assert arm["decode_us"] == graphs["decode_0"]["inference_us"] + graphs["decode_1"]["inference_us"]
-    assert arm["min_cosine"] > 0.9999 and graphs["decode_0"]["agreement"]["others"]["min_cosine"] > 0.9999
-    assert "logits" not in graphs["decode_0"]["agreement"] and "logits" in graphs["decode_1"]["agreement"]
-    links = [job for job in lab.hub.jobs.values() if job.kind == "link_job"]
-    assert len(links) == 2, "a part's two graphs share one binary"
+    arm = result["measured"][S25]["short"]
+    assert result["arms"]["short"]["shorter_contexts"] == [24] and arm["parts"] == 2
+    for name, context in itertools.product(("prefill", "decode"), ("", "_c24")):
+        times = [raw_time(lab.directory / "out", S25, "short", f"{name}{context}_{part}") for part in (0, 1)]
+        assert arm[f"{name}_us{context}"] == sum(times)
+    short, full = arm["prefill_us_c24"], arm["prefill_us"]
+    waits = [short, 2 * short, short + full, short + 2 * full]
+    assert [arm[f"first_token_us_{length}"] for length in (16, 24, 25, 33)] == waits
+    agreements = {name: graph["agreement"] for name, graph in arm["graphs"].items()}
+    tokens = {name: agreements[f"{name}_1"]["logits"]["tokens"] for name in names}
+    assert tokens == {"prefill": 16, "decode": 10, "prefill_c24": 16, "decode_c24": 8}, "as many steps as fit"
+    assert arm["min_cosine"] > 0.9999
+    for name in names:
+        assert agreements[f"{name}_0"]["others"]["min_cosine"] > 0.9999 and "logits" not in agreements[f"{name}_0"]
+    page = (lab.directory / "out/hub.html").read_text()
+    assert "Decode, context 24: tokens/s" in page and "time of a token decoded, by context" in page
+
+
+def test_shorter_contexts_from_compile_to_pack(lab: Lab, shorter: tuple[Path, Path], tokens_dir: Path) -> None:
+    checkpoint, directory = shorter
+    npu = lab.directory / "npu"
+    config = HubCompileConfig(device=S25, verify_steps=9)
+    made = compile_hub(directory, checkpoint, tokens_dir, npu, config, lab.access())
+    names = [f"{graph}{context}" for graph in ("prefill", "decode") for context in ("", "_c24")]
+    roles = {f"{name}_{part}_ctx.onnx": f"{name}_context_{part}" for name in names for part in (0, 1)}
+    roles |= {f"{name}_{part}_qnn.bin": f"{name}_binary_{part}" for name in names for part in (0, 1)}
+    assert {name: entry.role for name, entry in made.files.items()} == roles
+    assert made.metrics["device_decode_1_tokens"] == 9 and made.metrics["device_decode_c24_1_tokens"] == 8
+    bundle = pack(directory, checkpoint, lab.directory / "bundle", PackConfig(), compiled=npu)
+    assert {f"npu/{name}" for name in roles} <= set(bundle.files)
+    (arm,) = open_arms([npu])
+    assert {(unit.graph, unit.part) for unit in arm.units} == {(name, part) for name in names for part in (0, 1)}
+    assert arm.shorter_contexts == [24] and arm.num_parts == 2
 
 
 @pytest.mark.skipif(not qnn_available(), reason="onnxruntime-qnn has no wheel for this platform")
