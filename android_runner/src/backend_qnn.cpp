@@ -64,7 +64,7 @@ Ort::SessionOptions OrtQnnBackend::session_options() {
         Ort::SessionOptions options;
         options.DisablePerSessionThreads();
         options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");
-        // Where prefill and decode are in one binary, it is loaded once.
+        // Where several graphs are in one binary, it is loaded once.
         options.AddConfigEntry("ep.share_ep_contexts", "1");
         const std::unordered_map<std::string, std::string> provider = {{"backend_path", libraries_.backend},
                                                                        {"htp_performance_mode", "burst"}};

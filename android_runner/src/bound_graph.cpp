@@ -41,16 +41,31 @@ std::vector<std::vector<std::size_t>> find_new_roms(const GraphFile& file, std::
 
 }  // namespace
 
-BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::vector<std::unique_ptr<Graph>> parts,
-                       KvCache& cache, MemoryStates& states)
+BoundGraph::BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
+                       MemoryStates& states)
+    : BoundGraph(spec, spec.longest().*file, cache, states) {
+    for (std::size_t i = 0; i < contexts.size(); ++i) {
+        const Context& context = spec.contexts[i];
+        const GraphFile& own = context.*file;
+        contexts_.push_back({context, own, host_input(own, "attention_mask"), 0, std::move(contexts[i])});
+        for (std::size_t part = 0; part < own.parts.size(); ++part) {
+            for (const TensorSpec& tensor : own.parts[part].inputs) {
+                contexts_[i].parts[part]->bind_input(tensor, memory(contexts_[i], tensor));
+            }
+            for (const TensorSpec& tensor : own.parts[part].outputs) {
+                contexts_[i].parts[part]->bind_output(tensor, memory(contexts_[i], tensor));
+            }
+        }
+    }
+}
+
+BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states)
     : spec_(spec),
-      file_(file),
       num_tokens_(file.num_tokens),
       cache_(cache),
       states_(states),
       new_roms_(find_new_roms(file, spec.roms.size())),
       embeds_(host_input(file, "input_embeds")),
-      mask_(host_input(file, "attention_mask")),
       cos_(host_input(file, "position_cos")),
       sin_(host_input(file, "position_sin")),
       logits_(memory_for(file.output("logits"))),
@@ -58,8 +73,7 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::vector
       hidden_(memory_for_all(file, "hidden", file.parts.size() - 1)),
       present_keys_(memory_for_all(file, "present_key", spec.num_hidden_layers)),
       present_values_(memory_for_all(file, "present_value", spec.num_hidden_layers)),
-      present_states_(memory_for_all(file, "present_memory_state", spec.memory_states.size())),
-      parts_(std::move(parts)) {
+      present_states_(memory_for_all(file, "present_memory_state", spec.memory_states.size())) {
     for (std::size_t j = 0; j < spec.head_dim / 2; ++j) {
         const double exponent = -2.0 * static_cast<double>(j) / static_cast<double>(spec.head_dim);
         frequencies_.push_back(std::pow(spec.rope_theta, exponent));
@@ -70,14 +84,6 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, std::vector
             slot.emplace_back(RowTensor::Shape{num_tokens_, rows.rows_per_token, rows.row_dim}, spec.mask_value,
                               file.input("memory_rows", rom).type,
                               rows.masked() ? file.input("memory_mask", rom).type : ElementType());
-        }
-    }
-    for (std::size_t part = 0; part < parts_.size(); ++part) {
-        for (const TensorSpec& tensor : file.parts[part].inputs) {
-            parts_[part]->bind_input(tensor, memory(tensor));
-        }
-        for (const TensorSpec& tensor : file.parts[part].outputs) {
-            parts_[part]->bind_output(tensor, memory(tensor));
         }
     }
 }
@@ -91,14 +97,17 @@ const float* BoundGraph::logits(std::size_t token) {
     return token_logits_.data();
 }
 
-void BoundGraph::set_inputs(std::size_t position) {
-    const std::size_t context = spec_.context_length;
+void BoundGraph::set_inputs(std::size_t context, std::size_t position, std::size_t row_slot) {
+    context_ = context;
+    InContext& in = contexts_[context];
+    const std::size_t length = in.context.length;
+    cache_.grow(length);
     for (std::size_t token = 0; token < num_tokens_; ++token) {
-        float* mask = mask_.values() + token * (context + num_tokens_);
+        float* mask = in.mask.values() + token * (length + num_tokens_);
         std::fill(mask, mask + position, 0.0f);
-        std::fill(mask + position, mask + context, spec_.mask_value);
-        std::fill(mask + context, mask + context + token + 1, 0.0f);
-        std::fill(mask + context + token + 1, mask + context + num_tokens_, spec_.mask_value);
+        std::fill(mask + position, mask + length, spec_.mask_value);
+        std::fill(mask + length, mask + length + token + 1, 0.0f);
+        std::fill(mask + length + token + 1, mask + length + num_tokens_, spec_.mask_value);
         // In double: float32 angles drift by whole radians at long contexts.
         const std::size_t half = frequencies_.size();
         for (std::size_t j = 0; j < half; ++j) {
@@ -107,20 +116,20 @@ void BoundGraph::set_inputs(std::size_t position) {
             sin_.values()[token * half + j] = static_cast<float>(std::sin(angle));
         }
     }
-    for (const HostInput* input : {&embeds_, &mask_, &cos_, &sin_}) {
+    for (const HostInput* input : {&embeds_, &in.mask, &cos_, &sin_}) {
         input->encode();
+    }
+    if (in.row_slot != row_slot) {
+        bind_row_slot(in, row_slot);
     }
 }
 
-void BoundGraph::use_row_slot(std::size_t slot) {
-    if (slot == row_slot_) {
-        return;
-    }
-    row_slot_ = slot;
-    for (std::size_t part = 0; part < parts_.size(); ++part) {
-        for (const TensorSpec& tensor : file_.parts[part].inputs) {
+void BoundGraph::bind_row_slot(InContext& in, std::size_t slot) {
+    in.row_slot = slot;
+    for (std::size_t part = 0; part < in.parts.size(); ++part) {
+        for (const TensorSpec& tensor : in.file.parts[part].inputs) {
             if (tensor.role == "memory_rows" || tensor.role == "memory_mask") {
-                parts_[part]->bind_input(tensor, memory(tensor));
+                in.parts[part]->bind_input(tensor, memory(in, tensor));
             }
         }
     }
@@ -135,13 +144,13 @@ void BoundGraph::write_back(std::size_t count, std::size_t position) {
     }
 }
 
-void* BoundGraph::memory(const TensorSpec& tensor) {
+void* BoundGraph::memory(const InContext& in, const TensorSpec& tensor) {
     const std::string& role = tensor.role;
     if (role == "input_embeds") {
         return embeds_.data();
     }
     if (role == "attention_mask") {
-        return mask_.data();
+        return in.mask.data();
     }
     if (role == "position_cos") {
         return cos_.data();
@@ -153,10 +162,10 @@ void* BoundGraph::memory(const TensorSpec& tensor) {
         return hidden_[tensor.index].data();
     }
     if (role == "memory_rows") {
-        return rows(tensor.index, row_slot_).rows();
+        return rows(tensor.index, in.row_slot).rows();
     }
     if (role == "memory_mask") {
-        return rows(tensor.index, row_slot_).mask();
+        return rows(tensor.index, in.row_slot).mask();
     }
     if (role == "past_key") {
         return cache_.keys(tensor.index);

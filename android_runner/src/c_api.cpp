@@ -160,10 +160,10 @@ meki_status feed(meki_runner* runner, const std::uint32_t* ids, std::size_t coun
         return refuse("token id " + std::to_string(*bad) + " is out of range: the vocabulary has " +
                           std::to_string(vocab_size), "ids");
     }
-    if (count > generator.spec().context_length - generator.length()) {
+    if (count > generator.spec().longest().length - generator.length()) {
         return fail(MEKI_ERROR_CONTEXT_FULL,
                     meki::Error(std::to_string(generator.length() + count) + " tokens do not fit the context of " +
-                                    std::to_string(generator.spec().context_length),
+                                    std::to_string(generator.spec().longest().length),
                                 "context_length", "reset the runner, or feed fewer tokens").what());
     }
     const meki_status status = guarded(MEKI_ERROR_RUN, [&] {
@@ -246,7 +246,7 @@ size_t meki_vocab_size(const meki_runner* runner) {
 }
 
 size_t meki_context_length(const meki_runner* runner) {
-    return runner == nullptr ? 0 : runner->generator.spec().context_length;
+    return runner == nullptr ? 0 : runner->generator.spec().longest().length;
 }
 
 size_t meki_length(const meki_runner* runner) { return runner == nullptr ? 0 : runner->generator.length(); }

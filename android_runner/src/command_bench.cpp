@@ -28,14 +28,16 @@ public:
           prompt_(at(trace, options.depth), at(trace, options.depth + options.prompt_tokens)),
           generate_(at(trace, options.depth), at(trace, options.depth + options.generate_tokens)) {}
 
-    // Both phases once, so that the sessions have planned their memory and the threads are awake.
+    // Both phases once, in all contexts that they come to, so that the sessions have planned their memory and the
+    // threads are awake.
     void warm_up() {
+        const Context& longest = generator_.spec().longest();
         std::vector<Step> untimed;
         for (std::size_t i = 0; i < options_.warmup; ++i) {
-            generator_.reset();
-            const std::size_t chunk = std::min(prompt_.size(), generator_.spec().prefill.num_tokens);
+            generator_.warm_up_contexts(depth_.size() + std::max(prompt_.size(), generate_.size()));
+            const std::size_t chunk = std::min(prompt_.size(), longest.prefill.num_tokens);
             generator_.prefill(Ids(prompt_.cbegin(), at(prompt_, chunk)), untimed);
-            if (!generate_.empty() && generator_.length() < generator_.spec().context_length) {
+            if (!generate_.empty() && generator_.length() < longest.length) {
                 generator_.decode(generate_.front(), untimed);
             }
         }
@@ -108,7 +110,7 @@ void bench(const BenchOptions& options) {
     const std::unique_ptr<Backend> backend = make_backend(run.threads, run.qnn);
     const bool with_prefill = options.prompt_tokens > 1 || options.depth > 1;
     Generator generator(run.bundle, *backend, {run.io, run.row_cache_bytes, run.verify_rows}, with_prefill);
-    check_lengths(options, trace.size(), generator.spec().context_length);
+    check_lengths(options, trace.size(), generator.spec().longest().length);
     const std::uint64_t load_us = now_us();
 
     Bench bench(options, trace, generator);

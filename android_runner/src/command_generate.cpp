@@ -39,7 +39,7 @@ void generate(const GenerateOptions& options) {
     const std::vector<int> cores = run_on(run.big_cores ? big_cores(cpu_directory) : std::vector<int>());
     const std::unique_ptr<Backend> backend = make_backend(run.threads, run.qnn);
     Generator generator(run.bundle, *backend, {run.io, run.row_cache_bytes, run.verify_rows}, prompt.size() > 1);
-    const std::size_t context = generator.spec().context_length;
+    const std::size_t context = generator.spec().longest().length;
     if (prompt.size() > context || options.max_new_tokens - 1 > context - prompt.size()) {
         throw Error("a prompt of " + std::to_string(prompt.size()) + " tokens and " +
                         std::to_string(options.max_new_tokens) + " new ones do not fit the context of " +

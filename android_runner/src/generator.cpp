@@ -47,17 +47,20 @@ Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& i
       embedding_(open_reader(open_rows(bundle, spec_.embedding, spec_), IoMode::mmap)),
       cache_(spec_),
       states_(spec_) {
-    sequence_.reserve(spec_.context_length);
-    const auto load = [&](const GraphFile& file) {
-        std::vector<std::unique_ptr<Graph>> parts;
-        for (const PartFile& part : file.parts) {
-            parts.push_back(backend.load(bundle, part));
+    sequence_.reserve(spec_.longest().length);
+    const auto load = [&](GraphFile Context::*file) {
+        std::vector<BoundGraph::Parts> contexts;
+        for (const Context& context : spec_.contexts) {
+            BoundGraph::Parts& parts = contexts.emplace_back();
+            for (const PartFile& part : (context.*file).parts) {
+                parts.push_back(backend.load(bundle, part));
+            }
         }
-        return std::make_unique<BoundGraph>(spec_, file, std::move(parts), cache_, states_);
+        return std::make_unique<BoundGraph>(spec_, file, std::move(contexts), cache_, states_);
     };
-    decode_ = load(spec_.decode);
+    decode_ = load(&Context::decode);
     if (with_prefill) {
-        prefill_ = load(spec_.prefill);
+        prefill_ = load(&Context::prefill);
     }
     std::vector<RomFile> roms;
     std::size_t total_bytes = 0;
@@ -72,7 +75,7 @@ Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& i
         const double share = static_cast<double>(bytes_per_token(rom)) / static_cast<double>(total_bytes);
         const auto cache_bytes = static_cast<std::uint64_t>(std::ceil(static_cast<double>(io.cache_bytes) * share));
         std::unique_ptr<RowReader> reader = open_reader(std::move(rom), io.mode, cache_bytes, io.verify);
-        fetchers_.push_back(std::make_unique<RowFetcher>(std::move(reader), spec_.prefill.num_tokens));
+        fetchers_.push_back(std::make_unique<RowFetcher>(std::move(reader), spec_.longest().prefill.num_tokens));
     }
 }
 
@@ -112,9 +115,25 @@ void Generator::prefill(const std::vector<std::uint32_t>& ids, std::vector<Step>
 void Generator::decode(std::uint32_t id, std::vector<Step>& steps) {
     const std::uint64_t start_us = now_us();
     append(&id, 1);
-    const Chunk chunk{decode_.get(), length_, 1, 0};
+    const Chunk chunk = make_chunk(length_, 0);
     submit(chunk);
     run(chunk, start_us, steps);
+}
+
+void Generator::warm_up_contexts(std::size_t num_tokens) {
+    reset();
+    for (std::size_t context = 1; context <= spec_.context_for(num_tokens); ++context) {
+        for (BoundGraph* graph : {prefill_.get(), decode_.get()}) {
+            if (graph == nullptr) {
+                continue;
+            }
+            graph->set_inputs(context, 0, 0);
+            for (std::size_t part = 0; part < graph->num_parts(); ++part) {
+                graph->run(part);
+            }
+        }
+    }
+    reset();
 }
 
 void Generator::reset() {
@@ -132,9 +151,9 @@ void Generator::drop_page_cache() {
 }
 
 void Generator::append(const std::uint32_t* ids, std::size_t count) {
-    if (count > spec_.context_length - length_) {
-        throw Error(std::to_string(length_ + count) + " tokens do not fit the context of " +
-                        std::to_string(spec_.context_length),
+    const std::size_t context = spec_.longest().length;
+    if (count > context - length_) {
+        throw Error(std::to_string(length_ + count) + " tokens do not fit the context of " + std::to_string(context),
                     "context_length", "feed fewer tokens, or export with a longer --context-length");
     }
     for (std::size_t i = 0; i < count; ++i) {
@@ -151,7 +170,8 @@ void Generator::append(const std::uint32_t* ids, std::size_t count) {
 Generator::Chunk Generator::make_chunk(std::size_t position, std::size_t row_slot) {
     const std::size_t remaining = sequence_.size() - position;
     BoundGraph* graph = remaining > 1 && prefill_ ? prefill_.get() : decode_.get();
-    return {graph, position, std::min(remaining, graph->num_tokens()), row_slot};
+    const std::size_t count = std::min(remaining, graph->num_tokens());
+    return {graph, spec_.context_for(position + count), position, count, row_slot};
 }
 
 void Generator::submit(const Chunk& chunk) {
@@ -170,8 +190,7 @@ void Generator::run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step
     }
     // Padding tokens come after the real ones, which therefore never see them.
     std::fill(graph.embeds() + chunk.count * hidden_size, graph.embeds() + graph.num_tokens() * hidden_size, 0.0f);
-    graph.set_inputs(length_);
-    graph.use_row_slot(chunk.row_slot);
+    graph.set_inputs(chunk.context, length_, chunk.row_slot);
     FetchStats fetched;
     std::uint64_t run_us = 0;
     for (std::size_t part = 0; part < graph.num_parts(); ++part) {

@@ -1,4 +1,5 @@
-// Runs the model over tokens: prefill in chunks, decode one by one, rows fetched behind other work.
+// Runs the model over tokens: prefill in chunks, decode one by one, rows fetched behind other work. Each step runs in
+// the shortest context that holds the text up to its end.
 //
 // A step submits its tokens to the reader threads first (one a ROM file), then does what needs no rows
 // — writes the last step's keys, values and states where they are kept, copies the embeddings, fills
@@ -34,7 +35,7 @@ struct RowIo {
 
 class Generator {
 public:
-    // Opens a bundle directory. The prefill graph is loaded only if `with_prefill`; without it,
+    // Opens a bundle directory. The prefill graphs are loaded only if `with_prefill`; without them,
     // `prefill` runs token by token. Throws Error if the bundle's files do not belong together.
     Generator(const std::string& bundle, Backend& backend, const RowIo& io, bool with_prefill);
 
@@ -51,6 +52,10 @@ public:
     void prefill(const std::vector<std::uint32_t>& ids, std::vector<Step>& steps);
     void decode(std::uint32_t id, std::vector<Step>& steps);
 
+    // Runs each graph once in every context but the shortest that a text of `num_tokens` comes to: what a context's
+    // first step would do else, such as planning memory, is done then. Forgets all tokens.
+    void warm_up_contexts(std::size_t num_tokens);
+
     // Forgets all tokens.
     void reset();
     void drop_page_cache();
@@ -59,6 +64,7 @@ private:
     // Consecutive tokens for one run of one graph, and the buffers that their rows go to.
     struct Chunk {
         BoundGraph* graph;
+        std::size_t context;
         std::size_t position;
         std::size_t count;
         std::size_t row_slot;

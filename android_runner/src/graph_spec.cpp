@@ -16,7 +16,7 @@ namespace meki {
 
 namespace {
 
-constexpr std::int64_t schema = 2;
+constexpr std::int64_t schema = 3;
 constexpr std::uint64_t max_bytes = 64 << 20;
 constexpr std::uint64_t max_elements = std::uint64_t{1} << 36;  // of a tensor
 constexpr std::uint64_t max_size = std::uint64_t{1} << 31;      // of an axis
@@ -95,6 +95,11 @@ GraphFile parse_graph(const JsonObject& object) {
         graph.parts.push_back({part.text("file"), parse_tensors(part, "inputs"), parse_tensors(part, "outputs")});
     }
     return graph;
+}
+
+Context parse_context(const JsonObject& object) {
+    return {size_at(object, "context_length"), parse_graph(object.object("prefill")),
+            parse_graph(object.object("decode"))};
 }
 
 RowFile parse_row_file(const JsonObject& object) {
@@ -199,7 +204,7 @@ Shape rows_shape(const RowFile& rom, std::int64_t tokens) {
     return {1, tokens, size(rom.rows_per_token * rom.row_dim)};
 }
 
-// The states of the memories, as `graph` lists them; `check` compares both graphs with them.
+// The states of the memories, as `graph` lists them; `check` compares all graphs with them.
 std::vector<StateShape> find_states(const GraphFile& graph, const JsonObject& object) {
     std::vector<StateShape> states;
     for (const TensorSpec* tensor;
@@ -239,9 +244,10 @@ void check_chain(const GraphSpec& spec, const GraphFile& graph, const JsonObject
 
 // What is kept has one type in both graphs, coming and going.
 void check_kept(const GraphSpec& spec, const JsonObject& root) {
+    const Context& context = spec.longest();
     const auto check = [&](const char* past, const char* present, std::size_t index) {
-        const ElementType& type = spec.decode.input(past, index).type;
-        for (const GraphFile* graph : {&spec.prefill, &spec.decode}) {
+        const ElementType& type = context.decode.input(past, index).type;
+        for (const GraphFile* graph : {&context.prefill, &context.decode}) {
             if (graph->input(past, index).type != type || graph->output(present, index).type != type) {
                 root.fail("the " + label("input", past, index) + " and what goes into it are not of one type");
             }
@@ -256,8 +262,36 @@ void check_kept(const GraphSpec& spec, const JsonObject& root) {
     }
 }
 
-void check(const GraphSpec& spec, const GraphFile& graph, const JsonObject& object) {
-    const std::int64_t tokens = size(graph.num_tokens), context = size(spec.context_length);
+// A graph has the tokens and the tensors, part by part, that it has in the longest context. The shapes are `check`'s.
+void check_alike(const GraphFile& graph, const GraphFile& longest, const JsonObject& object) {
+    if (graph.num_tokens != longest.num_tokens) {
+        object.fail("the graph takes " + std::to_string(graph.num_tokens) + " tokens a call, in the longest context " +
+                    std::to_string(longest.num_tokens));
+    }
+    if (graph.parts.size() != longest.parts.size()) {
+        object.fail("the graph has " + std::to_string(graph.parts.size()) + " parts, in the longest context " +
+                    std::to_string(longest.parts.size()));
+    }
+    const auto check = [&](const PartFile& part, const PartFile& other, Tensors tensors, const char* kind) {
+        for (const TensorSpec& tensor : part.*tensors) {
+            const TensorSpec* found = find(other.*tensors, tensor.role, tensor.index);
+            if (found == nullptr || found->type != tensor.type) {
+                object.fail("the " + label(kind, tensor.role, tensor.index) + " of " + part.file + " is not that of " +
+                            other.file);
+            }
+        }
+        if ((part.*tensors).size() != (other.*tensors).size()) {
+            object.fail(part.file + " has fewer " + kind + "s than " + other.file);
+        }
+    };
+    for (std::size_t i = 0; i < graph.parts.size(); ++i) {
+        check(graph.parts[i], longest.parts[i], &PartFile::inputs, "input");
+        check(graph.parts[i], longest.parts[i], &PartFile::outputs, "output");
+    }
+}
+
+void check(const GraphSpec& spec, std::size_t num_slots, const GraphFile& graph, const JsonObject& object) {
+    const std::int64_t tokens = size(graph.num_tokens), context = size(num_slots);
     const std::int64_t heads = size(spec.num_key_value_heads), head_dim = size(spec.head_dim);
     const auto num_masks = static_cast<std::size_t>(
         std::count_if(spec.roms.begin(), spec.roms.end(), [](const RowFile& rom) { return rom.masked(); }));
@@ -319,6 +353,15 @@ const TensorSpec& GraphFile::output(const std::string& role, std::size_t index) 
     return *found;
 }
 
+std::size_t GraphSpec::context_for(std::size_t num_tokens) const {
+    std::size_t index = 0;
+    while (contexts[index].length < num_tokens) {
+        ++index;
+        assert(index < contexts.size());
+    }
+    return index;
+}
+
 GraphSpec read_graph_spec(const std::string& path) {
     const Json parsed = parse_json(File(path).read_text(max_bytes), path, fix);
     const JsonObject root(parsed, path, fix);
@@ -328,30 +371,39 @@ GraphSpec read_graph_spec(const std::string& path) {
     }
     root.allow_only({"schema", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim",
                      "rope_theta", "context_length", "mask_value", "eos_token_id", "prefill", "decode", "embedding",
-                     "roms"});
+                     "roms", "shorter"});
     GraphSpec spec{size_at(root, "vocab_size"),
                    size_at(root, "hidden_size"),
                    size_at(root, "num_hidden_layers"),
                    size_at(root, "num_key_value_heads"),
                    size_at(root, "head_dim"),
                    root.number("rope_theta"),
-                   size_at(root, "context_length"),
                    static_cast<float>(root.number("mask_value")),
-                   parse_graph(root.object("prefill")),
-                   parse_graph(root.object("decode")),
+                   {},
                    parse_row_file(root.object("embedding")),
                    {},
                    {}};
+    std::vector<JsonObject> contexts;
+    if (root.has("shorter")) {
+        for (const Json& value : root.list("shorter")) {
+            contexts.emplace_back(value, path + ": shorter[" + std::to_string(contexts.size()) + "]", fix);
+            contexts.back().allow_only({"context_length", "prefill", "decode"});
+        }
+    }
+    contexts.push_back(root);
+    for (const JsonObject& context : contexts) {
+        spec.contexts.push_back(parse_context(context));
+    }
     for (const Json& value : root.list("roms")) {
         const std::string where = path + ": roms[" + std::to_string(spec.roms.size()) + "]";
         spec.roms.push_back(parse_row_file({value, where, fix}));
     }
-    spec.memory_states = find_states(spec.decode, root.object("decode"));
+    spec.memory_states = find_states(spec.longest().decode, root.object("decode"));
     if (!(spec.rope_theta > 0)) {
         root.fail("'rope_theta' is not positive");
     }
-    if (spec.decode.num_tokens != 1) {
-        root.fail("the decode graph takes " + std::to_string(spec.decode.num_tokens) + " tokens a call, not 1");
+    if (const std::size_t taken = spec.longest().decode.num_tokens; taken != 1) {
+        root.fail("the decode graph takes " + std::to_string(taken) + " tokens a call, not 1");
     }
     if (spec.embedding.addressing != IdentityAddress::name || spec.embedding.rows_per_token != 1) {
         root.fail("the embedding is not addressed by 'identity', with one row a token");
@@ -360,8 +412,17 @@ GraphSpec read_graph_spec(const std::string& path) {
         root.fail("the embedding has " + std::to_string(spec.embedding.row_dim) + " elements a row, hidden_size is " +
                   std::to_string(spec.hidden_size));
     }
-    check(spec, spec.prefill, root.object("prefill"));
-    check(spec, spec.decode, root.object("decode"));
+    for (std::size_t i = 0; i < contexts.size(); ++i) {
+        const Context& context = spec.contexts[i];
+        if (i > 0 && context.length <= spec.contexts[i - 1].length) {
+            contexts[i].fail("a context of " + std::to_string(context.length) + " tokens follows one of " +
+                             std::to_string(spec.contexts[i - 1].length) + ": they must ascend");
+        }
+        check(spec, context.length, context.prefill, contexts[i].object("prefill"));
+        check(spec, context.length, context.decode, contexts[i].object("decode"));
+        check_alike(context.prefill, spec.longest().prefill, contexts[i].object("prefill"));
+        check_alike(context.decode, spec.longest().decode, contexts[i].object("decode"));
+    }
     check_kept(spec, root);
     return spec;
 }

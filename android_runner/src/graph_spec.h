@@ -1,8 +1,11 @@
 // graph_spec.json: what every input and output of the exported graphs is.
 //
-// T is a graph's num_tokens, C the context_length, KV num_key_value_heads, D head_dim, K the
+// T is a graph's num_tokens, C the length of its context, KV num_key_value_heads, D head_dim, K the
 // rows_per_token of a ROM file. The roles and their shapes are listed at `check` in graph_spec.cpp; nobody
 // parses tensor names.
+//
+// A static graph attends to all C slots of the KV cache, used or not. So there may be more contexts than one, from
+// few slots to many: a text runs in the shortest that holds it.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +44,13 @@ struct GraphFile {
     const TensorSpec& output(const std::string& role, std::size_t index = 0) const;
 };
 
+// Both graphs, with `length` slots of the KV cache.
+struct Context {
+    std::size_t length;
+    GraphFile prefill;
+    GraphFile decode;
+};
+
 // A ROM file that feeds a graph input by token id. A ragged one may have fewer than `rows_per_token`.
 struct RowFile {
     std::string file;
@@ -66,13 +76,16 @@ struct GraphSpec {
     std::size_t num_key_value_heads;
     std::size_t head_dim;
     double rope_theta;
-    std::size_t context_length;
     float mask_value;
-    GraphFile prefill;
-    GraphFile decode;
+    // Ascending. But for the length they are alike: the same parts take and give the same tensors, of one type.
+    std::vector<Context> contexts;
     RowFile embedding;
     std::vector<RowFile> roms;
     std::vector<StateShape> memory_states;
+
+    const Context& longest() const { return contexts.back(); }
+    // The index of the shortest context that holds `num_tokens`, of which the longest must hold as many.
+    std::size_t context_for(std::size_t num_tokens) const;
 };
 
 // Throws Error if the file is missing, is not such a spec, or its tensors do not fit its sizes or each other.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstdint>
+#include <cstring>
 
 namespace meki {
 
@@ -31,26 +32,50 @@ void copy_rows_of(std::size_t element_bytes, Arguments... arguments) {
     }
 }
 
+// Rows of `stride` elements, one behind the other, move to a larger stride; between them lie zeros. The last row
+// goes first: what it overwrites has moved already.
+void spread_rows(const TensorData& data, std::size_t num_rows, std::size_t stride, std::size_t larger) {
+    for (std::size_t row = num_rows; row-- > 0;) {
+        std::memmove(data.at(row * larger), data.at(row * stride), stride * data.type().size());
+        fill(data.type(), 0, larger - stride, data.at(row * larger + stride));
+    }
+}
+
 }  // namespace
 
 KvCache::KvCache(const GraphSpec& spec)
-    : num_heads_(spec.num_key_value_heads), head_dim_(spec.head_dim), context_length_(spec.context_length) {
-    const std::size_t size = num_heads_ * head_dim_ * context_length_;
+    : num_heads_(spec.num_key_value_heads),
+      head_dim_(spec.head_dim),
+      shortest_(spec.contexts.front().length),
+      num_slots_(shortest_) {
+    const std::size_t size = num_heads_ * head_dim_ * spec.longest().length;
     for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-        keys_.emplace_back(spec.decode.input("past_key", layer).type, size);
-        values_.emplace_back(spec.decode.input("past_value", layer).type, size);
+        keys_.emplace_back(spec.longest().decode.input("past_key", layer).type, size);
+        values_.emplace_back(spec.longest().decode.input("past_value", layer).type, size);
     }
+}
+
+void KvCache::grow(std::size_t num_slots) {
+    assert(num_slots >= num_slots_);
+    if (num_slots == num_slots_) {
+        return;
+    }
+    for (std::size_t layer = 0; layer < keys_.size(); ++layer) {
+        spread_rows(keys_[layer], num_heads_ * head_dim_, num_slots_, num_slots);
+        spread_rows(values_[layer], num_heads_, num_slots_ * head_dim_, num_slots * head_dim_);
+    }
+    num_slots_ = num_slots;
 }
 
 void KvCache::write(std::size_t layer, const void* present_key, const void* present_value, std::size_t num_tokens,
                     std::size_t count, std::size_t position) {
-    assert(count <= num_tokens && position + count <= context_length_);
+    assert(count <= num_tokens && position + count <= num_slots_);
     const TensorData& keys = keys_[layer];
-    copy_rows_of(keys.type().size(), present_key, num_tokens, keys.at(position), context_length_,
+    copy_rows_of(keys.type().size(), present_key, num_tokens, keys.at(position), num_slots_,
                  num_heads_ * head_dim_, count);
     const TensorData& values = values_[layer];
     copy_rows_of(values.type().size(), present_value, num_tokens * head_dim_, values.at(position * head_dim_),
-                 context_length_ * head_dim_, num_heads_, count * head_dim_);
+                 num_slots_ * head_dim_, num_heads_, count * head_dim_);
 }
 
 void KvCache::clear() {
@@ -58,6 +83,7 @@ void KvCache::clear() {
         keys_[layer].clear();
         values_[layer].clear();
     }
+    num_slots_ = shortest_;
 }
 
 }  // namespace meki

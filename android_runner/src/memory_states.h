@@ -1,5 +1,5 @@
 // The last inputs that memories keep (a causal convolution's past): one buffer a state, in the graphs' own
-// type and bound to the prefill and the decode graph alike. Oldest first; zeros before the text begins.
+// type and bound to all of them alike. Oldest first; zeros before the text begins.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// A graph in parts, run by a backend of our own: in what order, on what memory, what is waited for, and that a
-// step of decoding allocates nothing.
+// A graph in parts, run by a backend of our own: in what order, on what memory, in which context, what is waited
+// for, and that a step of decoding allocates nothing.
 
 #include "generator.h"
 
@@ -40,7 +40,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t vocab_size = 8, hidden_size = 4, row_dim = 5, context = 6, prefill_tokens = 3;
-constexpr auto part_time = std::chrono::milliseconds(100);  // far more than reading a row takes
+auto part_time = std::chrono::milliseconds(100);  // far more than reading a row takes
 
 const TemporaryDirectory directory;
 
@@ -50,13 +50,13 @@ json tensor(const std::string& role, const json& shape, const char* dtype = "flo
 }
 
 // Layer 0 needs no rows; layer 1 and the head do, in float16; the cache is float16.
-json graph(const std::string& name, std::size_t tokens) {
+json graph(const std::string& name, std::size_t tokens, std::size_t length = context) {
     json parts = json::array();
     for (int layer = 0; layer < 2; ++layer) {
-        json inputs = {tensor("attention_mask", {1, 1, tokens, context + tokens}),
+        json inputs = {tensor("attention_mask", {1, 1, tokens, length + tokens}),
                        tensor("position_cos", {1, tokens, 1}), tensor("position_sin", {1, tokens, 1}),
-                       tensor("past_key", {1, 1, 2, context}, "float16", layer),
-                       tensor("past_value", {1, 1, context, 2}, "float16", layer),
+                       tensor("past_key", {1, 1, 2, length}, "float16", layer),
+                       tensor("past_value", {1, 1, length, 2}, "float16", layer),
                        layer == 0 ? tensor("input_embeds", {1, tokens, hidden_size})
                                   : tensor("hidden", {1, tokens, hidden_size}, "float16")};
         json outputs = {layer == 0 ? tensor("hidden", {1, tokens, hidden_size}, "float16")
@@ -71,27 +71,39 @@ json graph(const std::string& name, std::size_t tokens) {
     return {{"num_tokens", tokens}, {"parts", parts}};
 }
 
-void write_bundle() {
+void write_bundle(const std::vector<std::size_t>& shorter = {}) {
     const auto file = [](const char* name, std::size_t dim) {
         return json{{"file", name}, {"row_dim", dim}, {"addressing", "identity"}, {"rows_per_token", 1}};
     };
-    const json spec = {{"schema", 2}, {"vocab_size", vocab_size}, {"hidden_size", hidden_size},
-                       {"num_hidden_layers", 2}, {"num_key_value_heads", 1}, {"head_dim", 2}, {"rope_theta", 100.0},
-                       {"context_length", context}, {"mask_value", -100.0}, {"eos_token_id", nullptr},
-                       {"prefill", graph("prefill", prefill_tokens)}, {"decode", graph("decode", 1)},
-                       {"embedding", file("embedding", hidden_size)}, {"roms", json::array({file("rom", row_dim)})}};
+    json spec = {{"schema", 3}, {"vocab_size", vocab_size}, {"hidden_size", hidden_size},
+                 {"num_hidden_layers", 2}, {"num_key_value_heads", 1}, {"head_dim", 2}, {"rope_theta", 100.0},
+                 {"context_length", context}, {"mask_value", -100.0}, {"eos_token_id", nullptr},
+                 {"prefill", graph("prefill", prefill_tokens)}, {"decode", graph("decode", 1)},
+                 {"embedding", file("embedding", hidden_size)}, {"roms", json::array({file("rom", row_dim)})},
+                 {"shorter", json::array()}};
+    for (const std::size_t length : shorter) {
+        const std::string name = "_c" + std::to_string(length) + "_";
+        spec["shorter"].push_back({{"context_length", length},
+                                   {"prefill", graph("prefill" + name, prefill_tokens, length)},
+                                   {"decode", graph("decode" + name, 1, length)}});
+    }
     write_file(directory / "graph_spec.json", spec.dump());
     write_rom(directory / "embedding", vocab_size, 64, hidden_size);
     write_rom(directory / "rom", vocab_size, 64, row_dim);
     add_checksums(directory / "rom", sizeof(float) * row_dim);
 }
 
-// Copies its input on, and its rows to the logits of the last part.
+// Copies its input on, its rows to the logits of the last part, and the first element of what it gives to the keys.
 class CopyingGraph final : public meki::Graph {
 public:
     CopyingGraph(std::string name, std::vector<std::string>& runs) : name_(std::move(name)), runs_(runs) {}
 
-    void bind_input(const meki::TensorSpec& tensor, void* data) override { bound_[tensor.role] = data; }
+    void bind_input(const meki::TensorSpec& tensor, void* data) override {
+        bound_[tensor.role] = data;
+        if (tensor.role == "past_key") {
+            length_ = static_cast<std::size_t>(tensor.shape[3]);
+        }
+    }
     void bind_output(const meki::TensorSpec& tensor, void* data) override {
         bound_[tensor.role] = data;
         num_tokens_ = static_cast<std::size_t>(tensor.role == "hidden" ? tensor.shape[1] : num_tokens_);
@@ -103,31 +115,44 @@ public:
         in_graph = false;
     }
 
+    // The first element of each key that the mask let the last run see.
+    std::vector<float> seen() const { return seen_; }
+
     std::uint16_t* half(const char* role) { return static_cast<std::uint16_t*>(bound_[role]); }
 
 private:
     void copy() {
         runs_.push_back(name_);
+        seen_.clear();
+        for (std::size_t slot = 0; slot < length_; ++slot) {
+            if (static_cast<const float*>(bound_["attention_mask"])[slot] == 0) {
+                seen_.push_back(meki::half_to_float(half("past_key")[slot]));
+            }
+        }
         if (bound_.count("input_embeds") != 0) {
             std::this_thread::sleep_for(part_time);
             const auto* embeds = static_cast<const float*>(bound_["input_embeds"]);
             for (std::size_t i = 0; i < num_tokens_ * hidden_size; ++i) {
                 half("hidden")[i] = meki::float_to_half(embeds[i]);
             }
-            half("present_key")[0] = 0x3c00;  // 1
+            for (std::size_t token = 0; token < num_tokens_; ++token) {
+                half("present_key")[token] = half("hidden")[token * hidden_size];
+            }
             return;
         }
-        const std::size_t tokens = name_ == "decode1" ? 1 : prefill_tokens;
+        const std::size_t tokens = name_.rfind("decode", 0) == 0 ? 1 : prefill_tokens;
         for (std::size_t token = 0; token < tokens; ++token) {
             half("logits")[token * vocab_size] = half("hidden")[token * hidden_size];
             std::memcpy(half("logits") + token * vocab_size + 1, half("memory_rows") + token * row_dim, 2 * row_dim);
+            half("present_key")[token] = half("memory_rows")[token * row_dim];
         }
-        half("present_key")[0] = 0x4000;  // 2
     }
 
     std::string name_;
     std::vector<std::string>& runs_;
     std::map<std::string, void*> bound_;
+    std::vector<float> seen_;
+    std::size_t length_ = 0;
     std::size_t num_tokens_ = 1;
 };
 
@@ -173,8 +198,73 @@ void parts_run_in_order() {
     for (const char* layer : {"0", "1"}) {
         const std::uint16_t* keys = backend.graphs["decode" + std::string(layer)]->half("past_key");
         CHECK(keys == backend.graphs["prefill" + std::string(layer)]->half("past_key"));
-        const std::uint16_t key = *layer == '0' ? 0x3c00 : 0x4000;
-        CHECK(keys[0] == key && keys[3] == key && keys[5] == 0);
+        const float expected[context] = {5, 2, 7, 1, 0, 0};  // the last token's are still to be written
+        for (std::size_t slot = 0; slot < context; ++slot) {
+            CHECK(meki::half_to_float(keys[slot]) == expected[slot]);
+        }
+    }
+}
+
+using Ids = std::vector<std::uint32_t>;
+using Runs = std::vector<std::string>;
+
+// Feeds `prompt` and then decodes `generated`; each step must run in the graphs `runs`, whose layers must see the
+// keys of all tokens before it.
+void feed(CopyingBackend& backend, meki::Generator& generator, const Ids& prompt, const Ids& generated,
+          const Runs& runs) {
+    backend.runs.clear();
+    std::vector<meki::Step> steps;
+    std::vector<float> fed;
+    const auto check = [&](std::uint32_t last) {
+        check_logits(generator, last);
+        for (const char* layer : {"0", "1"}) {
+            std::string name = backend.runs.back();
+            name.back() = *layer;
+            std::vector<float> before = fed;
+            before.resize(fed.size() - steps.back().num_tokens);
+            CHECK(backend.graphs[name]->seen() == before);
+        }
+    };
+    fed.assign(prompt.begin(), prompt.end());
+    generator.prefill(prompt, steps);
+    check(prompt.back());
+    for (const std::uint32_t id : generated) {
+        fed.push_back(static_cast<float>(id));
+        generator.decode(id, steps);
+        check(id);
+    }
+    Runs expected;
+    for (const std::string& run : runs) {
+        expected.push_back(run + "0");
+        expected.push_back(run + "1");
+    }
+    CHECK(backend.runs == expected);
+    generator.reset();
+}
+
+void steps_run_in_the_shortest_context() {
+    CopyingBackend backend;
+    meki::Generator generator(directory / "", backend, {meki::IoMode::pread, 0, false}, true);
+    for (int text = 0; text < 2; ++text) {  // a reset goes back to the shortest
+        feed(backend, generator, {5}, {2, 7, 1, 6, 3},
+             {"decode_c2_", "decode_c2_", "decode_c4_", "decode_c4_", "decode", "decode"});
+        feed(backend, generator, {5, 2}, {7}, {"prefill_c2_", "decode_c4_"});
+        feed(backend, generator, {5, 2, 7}, {1, 6}, {"prefill_c4_", "decode_c4_", "decode"});
+        feed(backend, generator, {5, 2, 7, 1}, {6}, {"prefill_c4_", "decode_c4_", "decode"});
+        // The second chunk crosses the border; its rows came while the first one ran.
+        feed(backend, generator, {5, 2, 7, 1, 6}, {3}, {"prefill_c4_", "prefill", "decode"});
+        feed(backend, generator, {5, 2, 7, 1, 6, 3}, {}, {"prefill_c4_", "prefill"});
+    }
+    // Only what is longer than the shortest and as long as a text comes is warmed up, and nothing is left of it.
+    for (const auto& [length, runs] : std::map<std::size_t, Runs>{
+             {2, {}},
+             {3, {"prefill_c4_0", "prefill_c4_1", "decode_c4_0", "decode_c4_1"}},
+             {6, {"prefill_c4_0", "prefill_c4_1", "decode_c4_0", "decode_c4_1", "prefill0", "prefill1", "decode0",
+                  "decode1"}}}) {
+        backend.runs.clear();
+        generator.warm_up_contexts(length);
+        CHECK(backend.runs == runs && generator.length() == 0);
+        feed(backend, generator, {5, 2}, {7}, {"prefill_c2_", "decode_c4_"});
     }
 }
 
@@ -208,5 +298,8 @@ int main() {
     for (const meki::IoMode mode : {meki::IoMode::pread, meki::IoMode::direct, meki::IoMode::mmap}) {
         decoding_allocates_nothing({mode, 0, true});
     }
-    decoding_allocates_nothing({meki::IoMode::pread, 1000, false});
+    write_bundle({2, 4});
+    decoding_allocates_nothing({meki::IoMode::pread, 1000, false});  // nor does growing
+    part_time = {};
+    steps_run_in_the_shortest_context();
 }

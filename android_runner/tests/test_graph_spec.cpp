@@ -20,14 +20,14 @@ json tensor(const std::string& role, const json& shape, int index = 0) {
 
 json& first_part(json& spec, const char* graph) { return spec[graph]["parts"][0]; }
 
-json graph(const std::string& file, int tokens) {
-    json inputs = {tensor("input_embeds", {1, tokens, 6}), tensor("attention_mask", {1, 1, tokens, 8 + tokens}),
+json graph(const std::string& file, int tokens, int context = 8) {
+    json inputs = {tensor("input_embeds", {1, tokens, 6}), tensor("attention_mask", {1, 1, tokens, context + tokens}),
                    tensor("position_cos", {1, tokens, 2}), tensor("position_sin", {1, tokens, 2}),
                    tensor("memory_rows", {1, tokens, 5})};
     json outputs = json::array({tensor("logits", {1, tokens, 20})});
     for (int layer = 0; layer < 2; ++layer) {
-        inputs.push_back(tensor("past_key", {1, 1, 4, 8}, layer));
-        inputs.push_back(tensor("past_value", {1, 1, 8, 4}, layer));
+        inputs.push_back(tensor("past_key", {1, 1, 4, context}, layer));
+        inputs.push_back(tensor("past_value", {1, 1, context, 4}, layer));
         outputs.push_back(tensor("present_key", {1, 1, 4, tokens}, layer));
         outputs.push_back(tensor("present_value", {1, 1, tokens, 4}, layer));
     }
@@ -40,7 +40,7 @@ json row_file(const std::string& file, int row_dim) {
 }
 
 json good_spec() {
-    return {{"schema", 2}, {"vocab_size", 20}, {"hidden_size", 6}, {"num_hidden_layers", 2},
+    return {{"schema", 3}, {"vocab_size", 20}, {"hidden_size", 6}, {"num_hidden_layers", 2},
             {"num_key_value_heads", 1}, {"head_dim", 4}, {"rope_theta", 10000.0}, {"context_length", 8},
             {"mask_value", -100.0}, {"eos_token_id", nullptr}, {"prefill", graph("prefill.onnx", 3)},
             {"decode", graph("decode.onnx", 1)}, {"embedding", row_file("embedding", 6)},
@@ -142,9 +142,10 @@ void types() {
     quantize_cache(spec);
     set_type(tensor_of(spec, "decode", "outputs", "logits"), "float16", nullptr);
     const meki::GraphSpec read = meki::read_graph_spec(write(spec));
-    CHECK(read.decode.output("logits").type.dtype == meki::DType::float16);
-    CHECK(read.prefill.input("past_key", 1).type.quantization == (meki::Quantization{0.5f, 3}));
-    CHECK(read.prefill.input("past_key", 0).type == meki::ElementType());
+    const auto& [length, prefill, decode] = read.longest();
+    CHECK(length == 8 && decode.output("logits").type.dtype == meki::DType::float16);
+    CHECK(prefill.input("past_key", 1).type.quantization == (meki::Quantization{0.5f, 3}));
+    CHECK(prefill.input("past_key", 0).type == meki::ElementType());
 
     const auto logits = [](json& s) -> json& { return tensor_of(s, "decode", "outputs", "logits"); };
     rejects([&](json& s) { logits(s)["dtype"] = "uint8"; }, "integers need a 'quantization'");
@@ -201,8 +202,9 @@ json cut_spec() {
 
 void parts() {
     const meki::GraphSpec spec = meki::read_graph_spec(write(cut_spec()));
-    CHECK(spec.decode.parts.size() == 3 && spec.decode.parts[2].file == "head");
-    CHECK(spec.decode.input("past_key", 1).name == "past_key_1" && spec.decode.output("hidden", 1).num_elements() == 6);
+    const meki::GraphFile& decode = spec.longest().decode;
+    CHECK(decode.parts.size() == 3 && decode.parts[2].file == "head");
+    CHECK(decode.input("past_key", 1).name == "past_key_1" && decode.output("hidden", 1).num_elements() == 6);
     const auto rejects_cut = [](const std::function<void(json&)>& edit, const char* what) {
         json cut = cut_spec();
         edit(cut);
@@ -227,20 +229,123 @@ void parts() {
     rejects_cut([](json& s) { s["decode"]["parts"] = json::array(); }, "there are 0 inputs");
 }
 
+// `spec` with contexts of 4 and 6 tokens before its own.
+json with_shorter(json spec) {
+    json shorter = json::array();
+    for (const int length : {4, 6}) {
+        json context = {{"context_length", length}, {"prefill", spec["prefill"]}, {"decode", spec["decode"]}};
+        for (const char* graph : {"prefill", "decode"}) {
+            const int tokens = context[graph]["num_tokens"];
+            for (json& part : context[graph]["parts"]) {
+                part["file"] = part["file"].get<std::string>() + std::to_string(length);
+                for (json& input : part["inputs"]) {
+                    const std::string role = input["role"];
+                    if (role == "attention_mask") {
+                        input["shape"][3] = length + tokens;
+                    } else if (role == "past_key" || role == "past_value") {
+                        input["shape"][role == "past_key" ? 3 : 2] = length;
+                    }
+                }
+            }
+        }
+        shorter.push_back(context);
+    }
+    spec["shorter"] = shorter;
+    return spec;
+}
+
+void contexts() {
+    for (const json& base : {good_spec(), mixed_spec(), cut_spec()}) {
+        const meki::GraphSpec spec = meki::read_graph_spec(write(with_shorter(base)));
+        CHECK(spec.contexts.size() == 3 && spec.contexts[0].length == 4 && spec.contexts[1].length == 6);
+        CHECK(spec.longest().length == 8 && spec.contexts[1].decode.input("past_value", 1).shape[2] == 6);
+        CHECK(spec.contexts[0].prefill.parts[0].file == spec.longest().prefill.parts[0].file + "4");
+        const std::size_t expected[] = {0, 0, 0, 0, 0, 1, 1, 2, 2};
+        for (std::size_t length = 0; length <= 8; ++length) {
+            CHECK(spec.context_for(length) == expected[length]);
+        }
+    }
+    json none = good_spec();
+    none["shorter"] = json::array();
+    CHECK(meki::read_graph_spec(write(none)).contexts.size() == 1);
+
+    const auto rejects_in = [](const json& base, const std::function<void(json&)>& edit, const char* what) {
+        json spec = with_shorter(base);
+        edit(spec["shorter"]);
+        CHECK_ERROR(meki::read_graph_spec(write(spec)), what);
+    };
+    const auto rejects_shorter = [&](const std::function<void(json&)>& edit, const char* what) {
+        rejects_in(good_spec(), edit, what);
+    };
+    const auto resized = [](json& context, int length) {
+        context = {{"context_length", length}, {"prefill", graph("p", 3, length)}, {"decode", graph("d", 1, length)}};
+    };
+    rejects_shorter([](json& s) { std::swap(s[0], s[1]); }, "a context of 4 tokens follows one of 6: they must ascend");
+    rejects_shorter([](json& s) { s[1] = s[0]; }, "a context of 4 tokens follows one of 4");
+    rejects_shorter([&](json& s) { resized(s[1], 8); }, "a context of 8 tokens follows one of 8");
+    rejects_shorter([&](json& s) { resized(s[1], 9); }, "a context of 8 tokens follows one of 9");
+    rejects_shorter([&](json& s) { resized(s[0], 0); }, "'context_length' is 0, less than 1");
+    rejects_shorter([](json& s) { s[0]["context_length"] = 5; },
+                    "input attention_mask[0] has shape [1,1,3,7], expected [1,1,3,8]");
+    rejects_shorter([](json& s) { s[1]["decode"]["parts"][0]["inputs"][5]["shape"] = {1, 1, 4, 8}; },
+                    "input past_key[0] has shape [1,1,4,8], expected [1,1,4,6]");
+    rejects_shorter([](json& s) { s[1].erase("decode"); }, "the key 'decode' is missing");
+    rejects_shorter([](json& s) { s[1]["decode"] = 7; }, "shorter[1]: decode");
+    rejects_shorter([](json& s) { s[0]["mask_value"] = -100; }, "unknown key 'mask_value'");
+    rejects_shorter([](json& s) { s[0] = nullptr; }, "expected a JSON object");
+    rejects_shorter([](json& s) { s = 4; }, "'shorter' must be a list");
+    rejects_shorter([](json& s) { s[0]["prefill"] = graph("p", 2, 4); },
+                    "the graph takes 2 tokens a call, in the longest context 3");
+    rejects_shorter([](json& s) { s[0]["decode"] = graph("d", 2, 4); },
+                    "the graph takes 2 tokens a call, in the longest context 1");
+    const auto halves = [](json& tensor) { set_type(tensor, "float16", nullptr); };
+    for (const char* graph : {"prefill", "decode"}) {
+        rejects_shorter([&](json& s) { halves(tensor_of(s[1], graph, "inputs", "past_key", 1)); },
+                        "the input past_key[1] of");
+        rejects_shorter([&](json& s) { halves(tensor_of(s[1], graph, "outputs", "present_value", 1)); },
+                        "the output present_value[1] of");
+        rejects_shorter([&](json& s) { halves(tensor_of(s[0], graph, "outputs", "logits")); },
+                        "the output logits[0] of");
+    }
+    rejects_in(mixed_spec(), [&](json& s) { halves(tensor_of(s[0], "decode", "inputs", "memory_state", 1)); },
+               "the input memory_state[1] of decode.onnx4 is not that of decode.onnx");
+    rejects_in(mixed_spec(), [&](json& s) { tensor_of(s[0], "decode", "inputs", "memory_state", 1)["shape"][1] = 3; },
+               "memory_state[1] has shape [1,3,5], expected [1,2,5]");
+    rejects_in(cut_spec(), [](json& s) { s[0]["decode"] = graph("d", 1, 4); },
+               "the graph has 1 parts, in the longest context 3");
+    // Rows that a part before their own takes would be read before they are there.
+    rejects_in(cut_spec(),
+               [](json& s) {
+                   json& parts = s[0]["decode"]["parts"];
+                   parts[0]["inputs"].push_back(tensor_of(s[0], "decode", "inputs", "memory_rows"));
+               },
+               "the input memory_rows[0] of part4 is not that of part");
+    rejects_in(cut_spec(),
+               [](json& s) {
+                   json& inputs = s[0]["decode"]["parts"][1]["inputs"];
+                   CHECK(inputs[0]["role"] == "attention_mask");
+                   inputs.erase(0);
+               },
+               "part4 has fewer inputs than part");
+}
+
 }  // namespace
 
 int main() {
     const meki::GraphSpec spec = meki::read_graph_spec(write(good_spec()));
-    CHECK(spec.prefill.num_tokens == 3 && spec.prefill.parts[0].file == "prefill.onnx" && spec.mask_value == -100.0f);
-    CHECK(spec.decode.input("past_key", 1).name == "past_key_1");
-    CHECK(spec.prefill.output("present_value", 1).num_elements() == 12);
+    CHECK(spec.contexts.size() == 1 && spec.mask_value == -100.0f);
+    const meki::Context& context = spec.longest();
+    CHECK(context.length == 8 && context.prefill.num_tokens == 3);
+    CHECK(context.prefill.parts[0].file == "prefill.onnx" && context.decode.input("past_key", 1).name == "past_key_1");
+    CHECK(context.prefill.output("present_value", 1).num_elements() == 12);
     CHECK(spec.roms.size() == 1 && spec.roms[0].row_dim == 5);
 
     mixed();
     types();
     parts();
+    contexts();
 
-    rejects([](json& s) { s["schema"] = 1; }, "schema 1, this version reads 2");
+    rejects([](json& s) { s["schema"] = 2; }, "schema 2, this version reads 3");
     rejects([](json& s) { s["extra"] = 1; }, "unknown key 'extra'");
     rejects([](json& s) { s.erase("head_dim"); }, "the key 'head_dim' is missing");
     rejects([](json& s) { s["vocab_size"] = 0; }, "'vocab_size' is 0, less than 1");
