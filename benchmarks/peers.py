@@ -2,7 +2,7 @@
 
     pip install onnxruntime-genai                # wheels
     pip install llama-cpp-python gguf            # compiles llama.cpp: 20 minutes on 2 cores
-    python benchmarks/peers.py                   # 20 GB of scratch space, 15 minutes
+    python benchmarks/peers.py                   # 23 GB of scratch space, 20 minutes
     python benchmarks/peers.py --small           # a quick trial
 
 (In an environment that has meki-edge; a peer that is not installed is left out with a line.)
@@ -15,7 +15,8 @@ continuation tells how many tokens each has in common with the harness. Then the
 order reversed every second round, and what counts is the median of the rounds' paired ratios.
 
 The harness's graphs have static shapes, as an NPU needs them: they attend to every slot of the KV
-cache, the peers' only to those in use. `--context-length 256` shows what that costs.
+cache, the peers' only to those in use. So the harness is measured twice: with shorter contexts, in the
+first of which these texts stay, and with all slots of the longest one from the first token on.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import CONTEXT_LENGTH as USUAL_CONTEXT
-from decode import bench
+from decode import CONTEXT_LENGTH, bench
 from peer_runtimes import Genai, LlamaCpp, Peer, build_genai, build_gguf
 from reparam import qwen3_06b, write_checkpoint, write_tokens
 from rich.table import Table
@@ -45,7 +45,8 @@ from meki_edge.files import write_json
 from meki_edge.manifest import FILE_NAME
 from meki_edge.model.config import ModelConfig
 
-HARNESS = "harness"
+HARNESS, ONE_CONTEXT = "harness", "harness, one context"
+SHORTER_CONTEXTS = (256, 512)
 TARGETS = {("Qwen3-0.6B", "genai"): 1.0}
 PROMPT_TOKENS, CHECKED_TOKENS = 4, 8
 PACKAGES = ("onnxruntime", "onnxruntime-genai", "llama-cpp-python")
@@ -93,13 +94,13 @@ class Harness:
         return 1e6 * test["num_tokens"] / test["elapsed_us"]
 
 
-def build_bundle(scratch: Path, checkpoint: Callable[[], Path], tokens_dir: Path, context_length: int) -> Path:
-    """The bundle for the harness; the one of benchmarks/decode.py serves as well."""
-    suffix = "" if context_length == USUAL_CONTEXT else f"-{context_length}"
+def build_bundle(scratch: Path, checkpoint: Callable[[], Path], tokens_dir: Path, shorter: tuple[int, ...]) -> Path:
+    """The bundle for the harness; without shorter contexts the one of benchmarks/decode.py serves as well."""
+    suffix = "-contexts" if shorter else ""
     bundle = scratch / f"bundle-dense{suffix}"
     if not (bundle / FILE_NAME).is_file():
         graphs = scratch / f"export-dense{suffix}"
-        shape = ExportConfig(context_length=context_length, verify_tokens=130)
+        shape = ExportConfig(context_length=CONTEXT_LENGTH, shorter_contexts=shorter, verify_tokens=130)
         export(checkpoint(), tokens_dir, graphs, shape)
         pack(graphs, checkpoint(), bundle, PackConfig(name="dense"))
         shutil.rmtree(graphs)
@@ -121,17 +122,18 @@ def open_arms(name: str, config: ModelConfig, arguments: argparse.Namespace) -> 
             write_checkpoint(directory, config, tokens_dir)
         return directory
 
-    context_length = arguments.context_length
-    bundle = build_bundle(scratch, checkpoint, tokens_dir, context_length)
-    open_bundle(bundle)
     trace = np.array(tokens.open_shards(tokens_dir).validation[: arguments.tokens])
-    arms: dict[str, Peer] = {HARNESS: Harness(bundle, scratch, trace, arguments.threads)}
+    arms: dict[str, Peer] = {}
+    for arm, shorter in ((HARNESS, SHORTER_CONTEXTS), (ONE_CONTEXT, ())):
+        bundle = build_bundle(scratch, checkpoint, tokens_dir, shorter)
+        open_bundle(bundle)
+        arms[arm] = Harness(bundle, scratch, trace, arguments.threads)
     if _installed("onnxruntime_genai"):
-        arms["genai"] = Genai(build_genai(scratch, checkpoint), arguments.threads, context_length)
+        arms["genai"] = Genai(build_genai(scratch, checkpoint), arguments.threads, CONTEXT_LENGTH)
     if _installed("llama_cpp") and _installed("gguf"):
         for half in (False, True):
             path = build_gguf(scratch, checkpoint, half=half)
-            peer = LlamaCpp(path, arguments.threads, context_length, half=half)
+            peer = LlamaCpp(path, arguments.threads, CONTEXT_LENGTH, half=half)
             arms[f"llama.cpp {'f16' if half else 'f32'}"] = peer
     shutil.rmtree(scratch / "checkpoint-peers", ignore_errors=True)
     return arms
@@ -202,7 +204,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded in a round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context-length", type=int, default=USUAL_CONTEXT, help="slots of the KV cache")
     parser.add_argument("--scratch", type=Path, default=Path("build/benchmarks/decode"), help="as for decode.py")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/peers.json"))
     arguments = parser.parse_args()
@@ -213,7 +214,11 @@ def main() -> None:
         measured[name] = measure(name, arms, config, arguments)
     installed = {package.metadata["Name"] for package in importlib.metadata.distributions()}
     result = {
-        "config": {key: getattr(arguments, key) for key in ("small", "tokens", "threads", "context_length")},
+        "config": {
+            **{key: getattr(arguments, key) for key in ("small", "tokens", "threads")},
+            "context_length": CONTEXT_LENGTH,
+            "shorter_contexts": SHORTER_CONTEXTS,
+        },
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES if name in installed},
         "host": host.facts(),
         "shapes": measured,

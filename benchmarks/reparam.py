@@ -56,19 +56,28 @@ BLOCK_ROWS = 8192
 
 def qwen3_06b(*, small: bool) -> ModelConfig:
     """The Qwen3-0.6B shape with MeKi of width 128 in every layer; ``small``: 4 layers, a tenth of the vocabulary."""
+    return _qwen3(hidden_size=1024, intermediate_size=3072, memory_dim=128, small=small)
+
+
+def qwen3_17b(*, small: bool) -> ModelConfig:
+    """The Qwen3-1.7B shape with MeKi of width 256 in every layer; ``small`` as above."""
+    return _qwen3(hidden_size=2048, intermediate_size=6144, memory_dim=256, small=small)
+
+
+def _qwen3(*, hidden_size: int, intermediate_size: int, memory_dim: int, small: bool) -> ModelConfig:
     layers = 4 if small else 28
-    memories = (MemoryPlacement(kind="meki", layers=tuple(range(layers)), options={"memory_dim": 128}),)
+    meki = MemoryPlacement(kind="meki", layers=tuple(range(layers)), options={"memory_dim": memory_dim})
     shape = ModelConfig(
         vocab_size=16_384 if small else 151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40_960,
         rope_theta=1e6,
-        memories=memories,
+        memories=(meki,),
     )
     return model_config.check(shape, "benchmark")
 
