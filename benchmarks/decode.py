@@ -33,6 +33,7 @@ from meki_edge.device.bundle import Bundle, open_bundle
 from meki_edge.device.pack import PackConfig, pack
 from meki_edge.files import write_json
 from meki_edge.manifest import FILE_NAME
+from meki_edge.model.config import ModelConfig
 from meki_edge.reparam import ReparamConfig, reparam
 from meki_edge.rom.reader import RomReader
 
@@ -42,13 +43,20 @@ TARGETS = {"meki / dense": 0.97, "dense / python": 1.0}
 MAX_STALL_SHARE = 0.01
 
 
-def build(scratch: Path, tokens_dir: Path, name: str, *, small: bool, precision: str) -> Path:
-    """The bundle ``name`` in ``scratch``; what leads to it is removed as soon as it has served."""
+def build(
+    scratch: Path, name: str, config: ModelConfig, *, precision: str, context_length: int = CONTEXT_LENGTH
+) -> Path:
+    """The bundle ``name`` in ``scratch``, beside its ``tokens``; what leads to it is removed as soon as it has served.
+
+    ``dense`` leaves the memories of ``config`` out.
+    """
+    tokens_dir = scratch / "tokens"
+    if not (tokens_dir / FILE_NAME).is_file():
+        write_tokens(tokens_dir, config.vocab_size)
     bundle = scratch / f"bundle-{name}"
     if (bundle / FILE_NAME).is_file():
         console.info(f"using {bundle} again")
         return bundle
-    config = qwen3_06b(small=small)
     checkpoint = scratch / f"checkpoint-{name}"
     if name == "dense":
         config = replace(config, memories=())
@@ -63,7 +71,7 @@ def build(scratch: Path, tokens_dir: Path, name: str, *, small: bool, precision:
     if not (checkpoint / FILE_NAME).is_file():
         write_checkpoint(checkpoint, config, tokens_dir)
     graphs = scratch / f"export-{name}"
-    export(checkpoint, tokens_dir, graphs, ExportConfig(context_length=CONTEXT_LENGTH, verify_tokens=130))
+    export(checkpoint, tokens_dir, graphs, ExportConfig(context_length=context_length, verify_tokens=130))
     pack(graphs, checkpoint, bundle, PackConfig(name=name))
     shutil.rmtree(graphs)
     shutil.rmtree(checkpoint)
@@ -210,18 +218,14 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = "small" if arguments.small else "Qwen3-0.6B"
     scratch = arguments.scratch / f"{shape}-{arguments.table_precision}"
-    tokens_dir = scratch / "tokens"
-    if not (tokens_dir / FILE_NAME).is_file():
-        write_tokens(tokens_dir, qwen3_06b(small=arguments.small).vocab_size)
+    config = qwen3_06b(small=arguments.small)
     bundles = {
-        name: open_bundle(
-            build(scratch, tokens_dir, name, small=arguments.small, precision=arguments.table_precision)
-        )
+        name: open_bundle(build(scratch, name, config, precision=arguments.table_precision))
         for name in ("dense", "meki")
     }
-    ids = np.array(tokens.open_shards(tokens_dir).validation[: arguments.tokens])
+    ids = np.array(tokens.open_shards(scratch / "tokens").validation[: arguments.tokens])
     measured = measure(bundles, ids, scratch, arguments.threads, arguments.rounds)
-    config = {
+    setup = {
         "shape": shape,
         "tokens": arguments.tokens,
         "threads": arguments.threads,
@@ -229,7 +233,7 @@ def main() -> None:
         "context_length": CONTEXT_LENGTH,
         "onnxruntime": onnxruntime.__version__,
     }
-    result = summarize(measured, config)
+    result = summarize(measured, setup)
     show(result)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.output, result)

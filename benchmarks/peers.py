@@ -47,7 +47,8 @@ from meki_edge.model.config import ModelConfig
 
 HARNESS, ONE_CONTEXT = "harness", "harness, one context"
 SHORTER_CONTEXTS = (256, 512)
-TARGETS = {("Qwen3-0.6B", "genai"): 1.0}
+OURS = (HARNESS, ONE_CONTEXT)
+TARGETS = {("Qwen3-0.6B", HARNESS, "genai"): 1.0}
 PROMPT_TOKENS, CHECKED_TOKENS = 4, 8
 PACKAGES = ("onnxruntime", "onnxruntime-genai", "llama-cpp-python")
 INSTALL = {
@@ -163,9 +164,12 @@ def measure(name: str, arms: dict[str, Peer], config: ModelConfig, arguments: ar
         "same_tokens": same,
         "tokens_per_s": {arm: stats.samples(values) for arm, values in speeds.items()},
         "ratios": {
-            arm: {**stats.paired_ratio(speeds[HARNESS], values), "target": TARGETS.get((name, arm))}
-            for arm, values in speeds.items()
-            if arm != HARNESS
+            ours: {
+                arm: {**stats.paired_ratio(speeds[ours], values), "target": TARGETS.get((name, ours, arm))}
+                for arm, values in speeds.items()
+                if arm not in OURS
+            }
+            for ours in OURS
         },
     }
 
@@ -180,21 +184,28 @@ def show(result: dict[str, Any]) -> None:
     config = result["config"]
     title = f"decoding, dense, {config['threads']} threads, {config['tokens']} tokens a round"
     table = Table(title=f"{title}, context {config['context_length']}")
-    for heading in ("shape", "runtime", "same tokens", "tokens/s", "harness / it, median of pairs", "target"):
+    ratios = [f"{ours} / it, median of pairs" for ours in OURS]
+    for heading in ("shape", "runtime", "same tokens", "tokens/s", *ratios):
         table.add_column(heading, justify="left" if heading in ("shape", "runtime") else "right")
     for name, found in result["shapes"].items():
         for arm, speed in found["tokens_per_s"].items():
-            ratio = found["ratios"].get(arm, {"median": None, "target": None})
-            interval = "" if ratio.get("low") is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
             table.add_row(
                 name,
                 arm,
                 f"{found['same_tokens'][arm]} of {CHECKED_TOKENS}",
                 f"{speed['mean']:.2f} ± {speed['sd'] or 0:.2f}",
-                "" if ratio["median"] is None else f"{ratio['median']:.3f}{interval}",
-                "" if ratio["target"] is None else f"≥ {ratio['target']}",
+                *(_cell(found["ratios"][ours].get(arm)) for ours in OURS),
             )
     console.show_wide(table)
+
+
+def _cell(ratio: dict[str, Any] | None) -> str:
+    """A paired ratio with its interval and target."""
+    if ratio is None:
+        return ""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
+    target = "" if ratio["target"] is None else f", target ≥ {ratio['target']}"
+    return f"{ratio['median']:.3f}{interval}{target}"
 
 
 def main() -> None:

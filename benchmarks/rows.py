@@ -1,6 +1,6 @@
 """What a row costs: at the pace of decoding, for a whole prompt, and beside the other ways to read it.
 
-    python benchmarks/rows.py              # the ROM file that benchmarks/decode.py builds; some 6 minutes
+    python benchmarks/rows.py              # the ROM file that benchmarks/decode.py builds; some 7 minutes
     python benchmarks/rows.py --rom FILE   # any ROM file; without the harness's stall
 
 Rows are cold: the file is out of the page cache before each read. Measured by `meki-rom-probe`
@@ -13,7 +13,8 @@ Rows are cold: the file is out of the page cache before each read. Measured by `
 - the rows of a 512-token prompt, over the best that `fio` reaches with any of several queues;
 - the stall that is left of a token's I/O in the harness's decoding;
 - 100,000 tokens by each way of reading: every row compared with the Python reader's, and the
-  resident memory of the process watched.
+  resident memory of the process watched;
+- 100,000 tokens decoded with a tiny model, text after text, for whether the whole loop grows.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from decode import bench, build
-from reparam import qwen3_06b, write_tokens
+from decode_soak import draw, resident
+from reparam import qwen3_06b
 from rich.table import Table
 
 from meki_edge import console, tokens
 from meki_edge.device import host, runner, stats
 from meki_edge.errors import UserError
 from meki_edge.files import write_json
-from meki_edge.manifest import FILE_NAME
+from meki_edge.model.config import MemoryPlacement
 from meki_edge.rom.reader import RomReader
 
 CADENCE_US = 30_000
@@ -104,32 +108,51 @@ def soak(rom: Path, io: str, cache_bytes: int, ids: np.ndarray) -> dict[str, Any
                 rows, counts = reader.fetch(chunk, ids[:start])
                 same = (found["rows"].view("<u4") == rows.astype("<f4").view("<u4")).all(axis=(1, 2))
                 wrong += int((~same | (found["count"] != counts)).sum())
-                memory += [_resident(process.pid)] if start + COMPARED < len(ids) else []
+                memory += [resident(process.pid)] if start + COMPARED < len(ids) else []
                 bar.advance(task, len(chunk))
         if process.returncode:
             raise UserError("the harness failed", where=rom, fix="see its message above")
+    return {"tokens": len(ids), "wrong_rows": wrong, **_growth(memory)}
+
+
+def soak_decoding(bundle: Path, io: str, cache_bytes: int, count: int) -> dict[str, Any]:
+    """Decode ``count`` tokens in one process (decode_soak.py), and watch its memory."""
+    library = runner.find_binary().with_name("libmeki_runner.so")
+    if not library.is_file():
+        fix = f"build it: cmake --build {library.parent} --target meki_runner"
+        raise UserError("libmeki_runner is not built", where=library, fix=fix)
+    command = [sys.executable, Path(__file__).with_name("decode_soak.py"), library, runner.find_ort_library(), bundle]
+    done = subprocess.run([*command, io, str(cache_bytes), str(count)], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError("decoding failed", where=bundle, fix="see the message above")
+    return {"tokens": count, **_growth(json.loads(done.stdout))}
+
+
+def _growth(memory: list[dict[str, int]]) -> dict[str, int]:
     settled = memory[len(memory) // 10 :]
     return {
-        "tokens": len(ids),
-        "wrong_rows": wrong,
         "rss_bytes": settled[0]["RssAnon"] + settled[0]["RssFile"],
+        "file_bytes": settled[-1]["RssFile"],
         "anonymous_growth_bytes": settled[-1]["RssAnon"] - settled[0]["RssAnon"],
         "file_growth_bytes": settled[-1]["RssFile"] - settled[0]["RssFile"],
     }
 
 
-def _resident(process: int) -> dict[str, int]:
-    """Resident memory of a process in bytes: its own (RssAnon), and pages of files (RssFile)."""
-    lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return {key: int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
-
-
-def soak_ids(num_ids: int, count: int) -> np.ndarray:
-    """Half of the tokens from everywhere, half from few as text has them, so that a cache has work to do."""
-    rng = np.random.default_rng(0)
-    anywhere = rng.integers(num_ids, size=count)
-    return np.where(rng.random(count) < 0.5, anywhere, rng.zipf(1.2, size=count) % num_ids)
+def tiny_bundle(scratch: Path) -> Path:
+    """One layer whose steps take microseconds, with 16 MB of rows: a page each."""
+    memory = MemoryPlacement(kind="meki", layers=(0,), options={"memory_dim": 2048})
+    config = replace(
+        qwen3_06b(small=True),
+        vocab_size=4096,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        memories=(memory,),
+    )
+    return build(scratch, "meki", config, precision="fp16", context_length=512)
 
 
 def measure(rom: Path, bundle: Path | None, trace: np.ndarray | None, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -160,12 +183,18 @@ def measure(rom: Path, bundle: Path | None, trace: np.ndarray | None, arguments:
         "prefill_us": prefill,
         "stall": None,
         "soak": {
-            name: soak(rom, name.split(",")[0], cache, soak_ids(spec.num_tokens, arguments.soak_tokens))
+            name: soak(rom, name.split(",")[0], cache, draw(spec.num_tokens, arguments.soak_tokens))
             for name, cache in SOAKS.items()
         },
+        "decode_soak": {},
     }
     if bundle is not None and trace is not None:
         result["stall"] = measure_stall(bundle, trace, arguments.threads, arguments.rounds)
+        tiny = tiny_bundle(arguments.scratch / "tiny")
+        for name, cache in SOAKS.items():
+            console.info(f"{arguments.soak_tokens:,} tokens decoded, {name}")
+            found = soak_decoding(tiny, name.split(",")[0], cache, arguments.soak_tokens)
+            result["decode_soak"][name] = found
     return result
 
 
@@ -216,7 +245,8 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _verdicts(result: dict[str, Any]) -> Table:
-    table = Table(title="against the targets")
+    note = "Mapped files: pages that were read count as resident, until the kernel wants their memory for others."
+    table = Table(title="against the targets", caption=note)
     for heading in ("what", "value", "target"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for pace, values in result["latency_us"].items():
@@ -234,11 +264,18 @@ def _verdicts(result: dict[str, Any]) -> Table:
         share = stall["mean"] / CADENCE_US
         spread = f"{stall['mean']:.0f} µs a token, p99 {stall['p99']:.0f}; steps of {step['mean'] / 1e3:.1f} ms"
         table.add_row("exposed stall, of a 30 ms step", f"{share:.3%} ({spread})", f"< {TARGETS['stall']:.1%}")
+    most = f"≤ {MAX_GROWTH_BYTES / 1e6:.0f} MB"
     for name, run in result["soak"].items():
-        mapped = f", mapped file {run['file_growth_bytes'] / 1e6:+.1f} MB" if run["file_growth_bytes"] else ""
-        value = f"{run['wrong_rows']} wrong, memory {run['anonymous_growth_bytes'] / 1e6:+.2f} MB{mapped}"
-        table.add_row(f"{run['tokens']:,} tokens, {name}", value, f"0 wrong, ≤ {MAX_GROWTH_BYTES / 1e6:.0f} MB")
+        value = f"{run['wrong_rows']} wrong, {_memory(run)}"
+        table.add_row(f"{run['tokens']:,} tokens fetched, {name}", value, f"0 wrong, {most}")
+    for name, run in result["decode_soak"].items():
+        table.add_row(f"{run['tokens']:,} tokens decoded, {name}", _memory(run), most)
     return table
+
+
+def _memory(run: dict[str, Any]) -> str:
+    mapped = f"mapped files {run['file_bytes'] / 1e6:.1f} MB ({run['file_growth_bytes'] / 1e6:+.1f})"
+    return f"own memory {run['anonymous_growth_bytes'] / 1e6:+.2f} MB, {mapped}"
 
 
 def main() -> None:
@@ -257,11 +294,9 @@ def main() -> None:
     if rom is None:
         shape = "small" if arguments.small else "Qwen3-0.6B"
         scratch = arguments.scratch / f"{shape}-{arguments.table_precision}"
-        tokens_dir = scratch / "tokens"
-        if not (tokens_dir / FILE_NAME).is_file():
-            write_tokens(tokens_dir, qwen3_06b(small=arguments.small).vocab_size)
-        bundle = build(scratch, tokens_dir, "meki", small=arguments.small, precision=arguments.table_precision)
-        trace = np.array(tokens.open_shards(tokens_dir).validation[:128])
+        config = qwen3_06b(small=arguments.small)
+        bundle = build(scratch, "meki", config, precision=arguments.table_precision)
+        trace = np.array(tokens.open_shards(scratch / "tokens").validation[:128])
         rom = bundle / "rom.safetensors"
     result = measure(rom, bundle, trace, arguments)
     show(result)
