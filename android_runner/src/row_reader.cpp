@@ -11,13 +11,11 @@
 #include "checksum.h"
 #include "error.h"
 #include "file_map.h"
+#include "read_ahead.h"
 
 namespace meki {
 
 namespace {
-
-std::uint64_t round_down(std::uint64_t value) { return value / page_bytes * page_bytes; }
-std::uint64_t round_up(std::uint64_t value) { return round_down(value + page_bytes - 1); }
 
 // The page cache's default read-ahead stays on: for rows of some pages it measured faster than
 // POSIX_FADV_RANDOM, which splits a row into single-page reads.
@@ -45,11 +43,13 @@ private:
     Buffer<std::uint8_t> rows_;
 };
 
-// Reads the whole pages that hold the rows: O_DIRECT wants offset, length and memory aligned.
+// Reads the whole pages that hold the rows, into memory of its own, and ahead those that are announced.
 class DirectReader final : public RowReader {
 public:
     explicit DirectReader(RomFile file)
-        : RowReader(std::move(file)), pages_(round_up(max_run_bytes()) + page_bytes) {
+        : RowReader(std::move(file)),
+          pages_(Extent::max_length(max_run_bytes())),
+          ahead_(rom().file(), max_run_bytes()) {
         const int descriptor = rom().file().descriptor();
         const int flags = ::fcntl(descriptor, F_GETFL);
         if (flags < 0 || ::fcntl(descriptor, F_SETFL, flags | O_DIRECT) != 0) {
@@ -60,30 +60,23 @@ public:
 
 private:
     Fetched fetch(const RowRun& run, const Destination& to) override {
-        const File& file = rom().file();
-        const std::uint64_t offset = offset_of(run);
-        const std::uint64_t begin = round_down(offset);
-        const auto skip = static_cast<std::size_t>(offset - begin);
-        const std::size_t wanted = skip + rom().run_bytes(run.count);
-        const auto length = static_cast<std::size_t>(round_up(wanted));
-        std::size_t done = 0;
-        while (done < wanted) {
-            const std::size_t got =
-                read_at_once(file.descriptor(), pages_.data() + done, length - done, begin + done, file.path());
-            done += got;
-            if (got % page_bytes != 0 || got == 0) {
-                break;  // a read that ends inside a page ended at the end of the file
+        const Extent extent{offset_of(run), rom().run_bytes(run.count)};
+        const std::uint8_t* pages = ahead_.take(extent);
+        if (pages == nullptr) {
+            if (!read_pages(rom().file(), extent, pages_.data())) {
+                fail_short(extent.offset);
             }
+            pages = pages_.data();
         }
-        if (done < wanted) {
-            fail_short(offset);
-        }
-        return {length, deliver(run, pages_.data() + skip, to), pages_.data() + skip};
+        return {extent.length(), deliver(run, pages + extent.skip(), to), pages + extent.skip()};
     }
 
-    void prefetch(std::uint64_t, std::size_t) override {}  // there is no cache to fetch into
+    void prefetch(std::uint64_t offset, std::size_t num_bytes) override { ahead_.announce({offset, num_bytes}); }
 
-    Buffer<std::uint8_t> pages_;
+    void release_pages() override { ahead_.forget(); }
+
+    Buffer<std::uint8_t> pages_;  // of a run that was not read ahead
+    ReadAhead ahead_;
 };
 
 // Asks for the rows' pages in one piece before it touches them: a fault a page is several times slower.

@@ -34,8 +34,10 @@ public:
     std::size_t read(const RowRun& run, RowElement element, void* out);
     std::size_t read(const RowRun& run, float* out) { return read(run, RowElement::float32, out); }
 
-    // Says that a run is wanted soon, so that the storage works on several at once: 128 cold rows
-    // announced before they are read took a third of the time, on one thread.
+    // Says that a run is wanted soon, so that the storage works on several at once: 512 cold rows announced before
+    // they are read took a quarter of the time. Announce a batch by ascending rows, then read it in that order: past
+    // the page cache, where threads read ahead (see `ReadAhead`), other runs are left out. Runs that are not read
+    // after all do no harm.
     void announce(const RowRun& run);
 
     // Removes the file from the page cache and empties the row cache, so that the next reads are cold.
@@ -59,7 +61,7 @@ protected:
     struct Fetched {
         std::size_t num_bytes;  // asked of the file
         Damage damage;
-        const std::uint8_t* rows;  // as they are in the file, until the next fetch
+        const std::uint8_t* rows;  // as they are in the file, until the next fetch or prefetch
     };
     virtual Fetched fetch(const RowRun& run, const Destination& to) = 0;
     virtual void prefetch(std::uint64_t offset, std::size_t num_bytes) = 0;

@@ -3,6 +3,9 @@
 #include "row_fetcher.h"
 
 #include <chrono>
+#include <filesystem>
+#include <iterator>
+#include <numeric>
 #include <set>
 #include <unistd.h>
 
@@ -129,20 +132,22 @@ void hashed() {
         const unsigned pair = (x(i) * 3) ^ (x(i - 1) * 5), triple = pair ^ (x(i - 2) * 7);
         expected.push_back({pair % 3, 3 + pair % 5, 8 + triple % 7});
     }
-    meki::RowFetcher fetcher(meki::open_reader(meki::RomFile(path), meki::IoMode::pread), 8);
-    for (std::size_t position = 0; position < sequence.size(); ++position) {
-        for (std::size_t count = 1; count <= sequence.size() - position; ++count) {
-            meki::RowTensor out = make_tensor(8, 3);
-            fetcher.submit(sequence.data(), position, count, out);
-            const meki::FetchStats stats = fetcher.wait();
-            const auto begin = expected.begin() + static_cast<std::ptrdiff_t>(position);
-            const std::vector<std::vector<std::uint64_t>> wanted(begin, begin + static_cast<std::ptrdiff_t>(count));
-            check_rows(wanted, out);
-            std::set<std::uint64_t> distinct;
-            for (const auto& rows : wanted) {
-                distinct.insert(rows.begin(), rows.end());
+    for (const meki::IoMode mode : {meki::IoMode::pread, meki::IoMode::direct}) {
+        meki::RowFetcher fetcher(meki::open_reader(meki::RomFile(path), mode), 8);
+        for (std::size_t position = 0; position < sequence.size(); ++position) {
+            for (std::size_t count = 1; count <= sequence.size() - position; ++count) {
+                meki::RowTensor out = make_tensor(8, 3);
+                fetcher.submit(sequence.data(), position, count, out);
+                const meki::FetchStats stats = fetcher.wait();
+                const auto begin = expected.begin() + static_cast<std::ptrdiff_t>(position);
+                const std::vector<std::vector<std::uint64_t>> wanted(begin, begin + static_cast<std::ptrdiff_t>(count));
+                check_rows(wanted, out);
+                std::set<std::uint64_t> distinct;
+                for (const auto& rows : wanted) {
+                    distinct.insert(rows.begin(), rows.end());
+                }
+                CHECK(stats.rows_read == distinct.size());
             }
-            CHECK(stats.rows_read == distinct.size());
         }
     }
 }
@@ -213,19 +218,48 @@ void under_load() {
 
 // An error belongs to its batch: the one before and the one after are served.
 void errors() {
-    meki::RowFetcher fetcher(open_rom(), max_batch);
-    meki::RowTensor first = make_tensor(1), second = make_tensor(1);
-    const std::uint32_t good = 5, bad = num_rows;
-    for (int i = 0; i < 200; ++i) {
-        fetcher.submit(&bad, 0, 1, first);
+    for (const meki::IoMode mode : {meki::IoMode::pread, meki::IoMode::direct}) {
+        meki::RowFetcher fetcher(open_rom(mode), max_batch);
+        meki::RowTensor first = make_tensor(1), second = make_tensor(1);
+        const std::uint32_t good = 5, bad = num_rows;
+        for (int i = 0; i < 200; ++i) {
+            fetcher.submit(&bad, 0, 1, first);
+            fetcher.submit(&good, 0, 1, second);
+            CHECK_ERROR(fetcher.wait(), "has no row");
+            fetcher.wait();
+            check_rows(Ids{good}, second);
+        }
+        CHECK(::truncate((directory / "rom.safetensors").c_str(), 4096) == 0);
         fetcher.submit(&good, 0, 1, second);
-        CHECK_ERROR(fetcher.wait(), "has no row");
-        fetcher.wait();
-        check_rows(Ids{good}, second);
+        CHECK_ERROR(fetcher.wait(), "cannot be read whole");
     }
-    CHECK(::truncate((directory / "rom.safetensors").c_str(), 4096) == 0);
-    fetcher.submit(&good, 0, 1, second);
-    CHECK_ERROR(fetcher.wait(), "cannot be read whole");
+}
+
+// An error in the middle of a batch, whose other rows were read ahead by then: the next batch gets rows of its own.
+void errors_within_batches() {
+    const std::string path = directory / "rom.safetensors";
+    for (const meki::IoMode mode : {meki::IoMode::pread, meki::IoMode::direct}) {
+        meki::RowFetcher fetcher(open_rom(mode), max_batch);
+        meki::RowTensor out = make_tensor();
+        Ids ids;
+        for (std::uint32_t i = 0; i < max_batch; ++i) {
+            ids.push_back(200 + 2 * i);
+        }
+        std::string others = rom_rows(num_rows + 1, 512, dim).substr(512);  // each row the next one
+        others.replace(512 * 210, 4, "\xff\xff\xff\xff");  // NaN
+        for (int i = 0; i < 30; ++i) {
+            write_file(path, safetensors(rom_header(num_rows, 512, dim).dump(), others));
+            fetcher.submit(ids.data(), 0, ids.size(), out);
+            CHECK_ERROR(fetcher.wait(), "row 210, layer 0 memory 0: an element is NaN or infinite");
+            write_rom(path, num_rows, 512, dim);
+            fetcher.submit(ids.data(), 0, ids.size(), out);
+            fetcher.wait();
+            check_rows(ids, out);
+            CHECK(::truncate(path.c_str(), 4096 + 512 * 220) == 0);
+            fetcher.submit(ids.data(), 0, ids.size(), out);
+            CHECK_ERROR(fetcher.wait(), "cannot be read whole");
+        }
+    }
 }
 
 // The end comes at every stage of a batch's life, and always comes.
@@ -233,17 +267,43 @@ void shutdown() {
     meki::RowTensor out[2] = {make_tensor(), make_tensor()};
     Ids ids(max_batch);
     Random random;
-    for (int i = 0; i < 200; ++i) {
-        meki::RowFetcher fetcher(open_rom(), max_batch);
+    for (int i = 0; i < 400; ++i) {
+        meki::RowFetcher fetcher(open_rom(i % 2 == 0 ? meki::IoMode::pread : meki::IoMode::direct), max_batch);
         for (std::uint32_t& id : ids) {
             id = random.below(num_rows);
         }
-        for (int batch = 0; batch < i % 3; ++batch) {
+        for (int batch = 0; batch < i / 2 % 3; ++batch) {
             fetcher.submit(ids.data(), 0, ids.size(), out[batch]);
         }
-        if (i % 6 == 5) {
+        if (i / 2 % 6 == 5) {
             fetcher.wait();
         }
+    }
+}
+
+std::size_t num_threads() {
+    const std::filesystem::directory_iterator tasks("/proc/self/task");
+    return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
+// A token with one row starts no thread to read it ahead, a prompt no more than its rows are of use to, nor for ever.
+void threads() {
+    meki::RowFetcher fetcher(open_rom(meki::IoMode::direct), max_batch);
+    meki::RowTensor out = make_tensor();
+    Ids ids(max_batch);
+    std::iota(ids.begin(), ids.end(), 7u);
+    const std::size_t before = num_threads();
+    const auto started = [&](std::size_t count) {
+        fetcher.submit(ids.data(), 0, count, out);
+        fetcher.wait();
+        check_rows(Ids(ids.begin(), ids.begin() + static_cast<std::ptrdiff_t>(count)), out);
+        return num_threads() - before;
+    };
+    CHECK(started(1) == 0);
+    CHECK(started(3) <= 2);
+    for (int i = 0; i < 20; ++i) {
+        const std::size_t most = started(max_batch);
+        CHECK(most >= 1 && most < max_batch && started(1) == most);
     }
 }
 
@@ -271,6 +331,8 @@ int main() {
     cached();
     under_load();
     errors();
+    errors_within_batches();
     shutdown();
+    threads();
     overlap();
 }

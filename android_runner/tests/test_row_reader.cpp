@@ -2,7 +2,10 @@
 
 #include "row_reader.h"
 
+#include <algorithm>
 #include <fcntl.h>
+#include <fstream>
+#include <random>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -301,6 +304,188 @@ void dropped_cache() {
     }
 }
 
+// Other rows in a file: all elements of row `id` become values[id].
+void overwrite(const std::string& path, const std::vector<float>& values, std::uint64_t stride, std::size_t dim) {
+    std::vector<float> rows(values.size() * stride / 4);
+    for (std::size_t id = 0; id < values.size(); ++id) {
+        std::fill_n(rows.begin() + static_cast<std::ptrdiff_t>(id * stride / 4), dim, values[id]);
+    }
+    const int descriptor = ::open(path.c_str(), O_WRONLY);
+    CHECK(::pwrite(descriptor, rows.data(), 4 * rows.size(), 4096) == static_cast<ssize_t>(4 * rows.size()));
+    ::close(descriptor);
+}
+
+// Batches of runs, announced and read in any order, some twice, some never, some not announced or not whole: what is
+// read is what the file held when its batch began, though it changes every other time.
+void announced_batches() {
+    constexpr std::size_t dim = 200, most = 9;
+    std::mt19937 random(5);
+    const auto below = [&](std::size_t limit) { return random() % limit; };
+    std::vector<std::int64_t> offsets = {0};
+    while (offsets.size() <= 120) {
+        offsets.push_back(offsets.back() + static_cast<std::int64_t>(1 + below(most)));
+    }
+    for (const std::uint64_t stride : {800u, 4096u}) {
+        const std::string path = directory / "batches.safetensors";
+        write_ragged_rom(path, offsets, stride, dim);
+        for (const int setup : {0, 1, 2, 3}) {
+            const bool cached = setup == 3;
+            const meki::IoMode mode = cached ? meki::IoMode::direct : modes[setup];
+            const auto reader = meki::open_reader(meki::RomFile(path), mode, cached ? 20000 : 0);
+            std::vector<float> values(static_cast<std::size_t>(offsets.back())), rows(most * dim);
+            for (std::size_t batch = 0; batch < 60; ++batch) {
+                if (batch % 2 == 0) {
+                    for (std::size_t id = 0; id < values.size(); ++id) {
+                        values[id] = static_cast<float>(1000 * batch + id);
+                    }
+                    overwrite(path, values, stride, dim);
+                    if (cached || below(4) == 0) {
+                        reader->drop_page_cache();  // the cache of rows would not know that the file has changed
+                    }
+                }
+                std::vector<meki::RowRun> runs;
+                for (std::size_t i = below(batch % 3 == 0 ? 5 : 150); i-- > 0;) {
+                    const std::size_t token = below(offsets.size() - 1);
+                    const auto first = static_cast<std::uint64_t>(offsets[token]);
+                    runs.push_back({first, static_cast<std::size_t>(offsets[token + 1] - offsets[token])});
+                    runs.resize(runs.size() + below(8) / 7, runs.back());  // some twice
+                }
+                if (batch % 7 != 0) {
+                    const auto by_row = [](const meki::RowRun& a, const meki::RowRun& b) { return a.first < b.first; };
+                    std::sort(runs.begin(), runs.end(), by_row);
+                }
+                for (const meki::RowRun& run : runs) {
+                    if (below(20) > 0) {
+                        reader->announce({run.first, below(20) > 0 ? run.count : 1 + below(run.count)});
+                    }
+                }
+                // An error ends some early.
+                const std::size_t end = batch % 4 == 0 ? std::min(runs.size(), below(10)) : runs.size();
+                for (std::size_t i = 0; i < end; ++i) {
+                    const meki::RowRun& run = runs[i];
+                    if (below(20) > 0) {
+                        reader->read(run, rows.data());
+                        for (std::size_t j = 0; j < run.count * dim; ++j) {
+                            CHECK(rows[j] == values[run.first + j / dim]);
+                        }
+                    }
+                }
+                // Ends a batch of which nothing was read, as any read does.
+                reader->read({0, 1}, rows.data());
+                CHECK(rows[0] == values[0]);
+            }
+        }
+    }
+}
+
+// The calls of this process that read.
+std::uint64_t num_reads() {
+    std::ifstream counters("/proc/self/io");
+    std::string name;
+    std::uint64_t value = 0;
+    while (name != "syscr:" && counters >> name >> value) {
+    }
+    return value;
+}
+
+// Whoever reads a row, it is read once, however often it was announced.
+void announced_twice() {
+    const std::string path = directory / "twice.safetensors";
+    write_rom(path, 500, 4096, 4);
+    const auto reader = open(path, meki::IoMode::direct);
+    for (int pass = 0; pass < 5; ++pass) {
+        const std::uint64_t before = num_reads();
+        for (std::uint64_t announcement = 0; announcement < 1500; ++announcement) {
+            reader->announce({announcement / 3, 1});
+        }
+        for (std::uint64_t id = 0; id < 500; ++id) {
+            check_row(*reader, id);
+        }
+        const std::uint64_t count = num_reads() - before;
+        CHECK(before == 0 || (count >= 500 && count < 550));  // with those of the counters themselves
+    }
+}
+
+// More than is remembered, and runs that are too long to be read ahead.
+void announced_too_much() {
+    const std::string path = directory / "many.safetensors";
+    constexpr std::uint64_t num_rows = 20000;
+    write_rom(path, num_rows, 64, 4);
+    const auto reader = open(path, meki::IoMode::direct);
+    for (int pass = 0; pass < 2; ++pass) {
+        for (std::uint64_t id = 0; id < num_rows; ++id) {
+            reader->announce({id, 1});
+        }
+        for (std::uint64_t id = 0; id < num_rows; id += 1 + id % 3) {
+            check_row(*reader, id);
+        }
+    }
+    write_ragged_rom(path, {0, 1500, 3000, 4500}, 4096, 1);
+    const auto long_runs = open(path, meki::IoMode::direct);
+    std::vector<float> rows(1500);
+    for (const std::uint64_t first : {0u, 1500u, 3000u}) {
+        long_runs->announce({first, 1500});
+    }
+    for (const std::uint64_t first : {0u, 1500u, 3000u}) {
+        long_runs->read({first, 1500}, rows.data());
+        CHECK(rows[0] == rom_element(first, 0) && rows[1499] == rom_element(first + 1499, 0));
+    }
+}
+
+// A file that shrinks after its rows were announced: they are whole or an error, and an error once they are announced
+// again or the cache is dropped.
+void shrinking_when_announced() {
+    const std::string path = directory / "shrinking.safetensors";
+    std::vector<float> row(1000);
+    for (int round = 0; round < 30; ++round) {
+        write_rom(path, 64, 4096, 1000);
+        const auto reader = open(path, meki::IoMode::direct);
+        const auto announce_all = [&] {
+            for (std::uint64_t id = 0; id < 64; ++id) {
+                reader->announce({id, 1});
+            }
+        };
+        announce_all();
+        CHECK(::truncate(path.c_str(), 4096 + 30 * 4096) == 0);
+        for (std::uint64_t id = 0; id < 64; ++id) {
+            try {
+                check_row(*reader, id);
+            } catch (const meki::Error& error) {
+                CHECK(id >= 30 && std::string(error.what()).find("cannot be read whole") != std::string::npos);
+            }
+        }
+        if (round % 2 == 0) {
+            write_rom(path, 64, 4096, 1000);
+            announce_all();
+            CHECK(::truncate(path.c_str(), 4096 + 30 * 4096) == 0);
+            reader->drop_page_cache();
+        } else {
+            announce_all();
+        }
+        for (std::uint64_t id = 0; id < 30; ++id) {
+            check_row(*reader, id);
+        }
+        for (std::uint64_t id = 30; id < 64; ++id) {
+            CHECK_ERROR(reader->read({id, 1}, row.data()), "cannot be read whole");
+        }
+    }
+}
+
+// The end of a reader while it reads ahead, whatever was taken.
+void closed_while_reading() {
+    const std::string path = directory / "closed.safetensors";
+    write_rom(path, 256, 4096, 4);
+    for (std::uint64_t round = 0; round < 100; ++round) {
+        const auto reader = open(path, meki::IoMode::direct);
+        for (std::uint64_t id = 0; id < 4 * round && id < 256; ++id) {
+            reader->announce({id, 1});
+        }
+        for (std::uint64_t id = 0; id < round % 7; ++id) {
+            check_row(*reader, 3 * id);
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -316,4 +501,9 @@ int main() {
     damaged_row();
     failing_storage();
     dropped_cache();
+    announced_batches();
+    announced_twice();
+    announced_too_much();
+    shrinking_when_announced();
+    closed_while_reading();
 }

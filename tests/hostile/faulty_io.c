@@ -1,7 +1,7 @@
-/* Preloaded into the harness: reads of one file that fail, or that are cut to pieces.
+/* Preloaded into the harness: reads of one file that fail, that are cut to pieces, or that come late.
  *
- * FAULTY_FILE: the name's end. FAULTY_AFTER: so many reads of it succeed. FAULTY_MODE: "eio", or "pieces" (one
- * byte at a time, every other call interrupted). */
+ * FAULTY_FILE: the name's end. FAULTY_AFTER: so many reads of it succeed. FAULTY_MODE: "eio", "pieces" (one byte at
+ * a time, every other call interrupted) or "late" (some take up to a millisecond more: others overtake them). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -36,7 +36,14 @@ ssize_t pread(int descriptor, void *out, size_t size, off_t offset) {
         errno = EIO;
         return -1;
     }
-    if (atomic_fetch_add(&calls, 1) % 2 == 0) {
+    const long call = atomic_fetch_add(&calls, 1);
+    if (strcmp(getenv("FAULTY_MODE"), "late") == 0) {
+        if (call % 5 == 0) {
+            usleep((useconds_t)(call * 2654435761u % 1000));
+        }
+        return next(descriptor, out, size, offset);
+    }
+    if (call % 2 == 0) {
         errno = EINTR;
         return -1;
     }

@@ -45,16 +45,37 @@ def test_reads_that_come_in_pieces(binary: Path, faulty_io: Path, rom: str, tmp_
     assert done.stdout == expected
 
 
+@pytest.mark.parametrize("io", ["pread", "direct"])
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 @pytest.mark.parametrize("rom", ["identity_int4", "ragged_static16_checksums", "ngram_hash_fp16"])
-def test_storage_that_fails(binary: Path, faulty_io: Path, rom: str, after: int, tmp_path: Path) -> None:
+def test_storage_that_fails(binary: Path, faulty_io: Path, rom: str, after: int, io: str, tmp_path: Path) -> None:
     """In the header's length, the header, what the addressing needs, and the rows."""
     path = GOLDEN / f"{rom}.safetensors"
-    command = [binary, "fetch", "--rom", path, "--ids-file", ids_file(tmp_path, [3, 1, 0, 5])]
+    command = [binary, "fetch", "--rom", path, "--ids-file", ids_file(tmp_path, [3, 1, 0, 5]), "--io", io]
     environment = faulty(faulty_io, ".safetensors", after, "eio")
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "Input/output error" in done.stderr and str(path) in done.stderr
+
+
+@pytest.mark.parametrize("io", ["pread", "direct"])
+@pytest.mark.parametrize("after", [3, 10, 40, 150])
+def test_storage_that_fails_within_a_batch(
+    binary: Path, faulty_io: Path, bundles: dict[str, Path], io: str, after: int, tmp_path: Path
+) -> None:
+    """Of 200 rows, some of which may be read ahead by then, and the failure met by any thread."""
+    path = bundles["meki"] / "rom.safetensors"
+    command = [binary, "fetch", "--rom", path, "--ids-file", ids_file(tmp_path, list(range(200))), "--io", io]
+    done = subprocess.run(command, capture_output=True, text=True, env=faulty(faulty_io, path.name, after, "eio"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "Input/output error" in done.stderr and str(path) in done.stderr
+
+
+def test_reads_that_come_late(binary: Path, faulty_io: Path) -> None:
+    """Those of a batch overtake one another, and some outlast it: the readers' own tests say the same."""
+    subprocess.run(["cmake", "--build", binary.parent, "--target", "test_row_reader", "-j2"], check=True)
+    command = [binary.parent / "tests" / "test_row_reader"]
+    subprocess.run(command, check=True, env=faulty(faulty_io, ".safetensors", 0, "late"))
 
 
 @pytest.mark.parametrize("io", ["pread", "direct"])
