@@ -2,9 +2,9 @@
 
     python benchmarks/decode_soak.py LIBMEKI_RUNNER LIBONNXRUNTIME BUNDLE pread|direct|mmap CACHE_BYTES COUNT
 
-Prints the resident memory of this process after each text, as JSON. A text fills the context: its first half is a
-prompt, each token of its second half a step that samples the next. benchmarks/rows.py runs it. `meki-runner bench`
-would not do: it keeps the times of every step, so it grows, and it ends with the context.
+Prints the resident memory of this process after each text, as JSON. A text fills the context: a prompt, then a
+step for each token, which samples another. benchmarks/rows.py runs it. `meki-runner bench` would not do: it keeps the
+times of every step, so it grows, and it ends with the context.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 IO = ("pread", "direct", "mmap")
+FIELDS = ("RssAnon", "RssFile")
 PROMPT_TOKENS = 32
 
 
 class Options(ctypes.Structure):
-    """``meki_options`` of meki_runner.h, as far as the function ``meki_default_options`` fills it in."""
+    """``meki_options`` of meki_runner.h, as far as they are needed here."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -52,7 +53,7 @@ def resident(process: int) -> dict[str, int]:
     """Resident memory of a process in bytes: its own (RssAnon), and pages of files (RssFile)."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    return {key: int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile")}
+    return {key: int(fields[key].split()[0]) * 1024 for key in FIELDS}
 
 
 def decode(library: str, options: Options, count: int) -> list[dict[str, int]]:
@@ -69,8 +70,8 @@ def decode(library: str, options: Options, count: int) -> list[dict[str, int]]:
     check(api.meki_open(ctypes.byref(options), ctypes.byref(runner)))
     length = api.meki_context_length(runner)
     ids = draw(api.meki_vocab_size(runner), count).tolist()
-    memory = [dict.fromkeys(("RssAnon", "RssFile"), 0) for _ in range(0, count, length)]  # it grows neither
-    for index, measured in enumerate(memory):
+    memory = np.zeros((-(-count // length), len(FIELDS)), np.int64)  # it does not grow either
+    for index in range(len(memory)):
         text = ids[index * length : (index + 1) * length]
         prompt = text[:PROMPT_TOKENS]
         array = (ctypes.c_uint32 * len(prompt))(*prompt)
@@ -78,15 +79,15 @@ def decode(library: str, options: Options, count: int) -> list[dict[str, int]]:
         check(api.meki_prefill(runner, array, ctypes.c_size_t(len(prompt)), ctypes.byref(following)))
         for token in text[PROMPT_TOKENS:]:
             check(api.meki_step(runner, ctypes.c_uint32(token), ctypes.byref(following)))
-        measured.update(resident(os.getpid()))
+        memory[index] = list(resident(os.getpid()).values())
     api.meki_close(runner)
-    return memory
+    return [dict(zip(FIELDS, row, strict=True)) for row in memory.tolist()]
 
 
 def main() -> None:
     library, ort_library, bundle, io, cache_bytes, count = sys.argv[1:]
     options = Options()
-    ctypes.CDLL(library).meki_default_options(ctypes.byref(options))
+    ctypes.CDLL(library).meki_default_options(ctypes.byref(options), ctypes.c_size_t(ctypes.sizeof(options)))
     options.bundle, options.ort_library = bundle.encode(), ort_library.encode()
     options.threads, options.io, options.row_cache_bytes = 1, IO.index(io), int(cache_bytes)
     options.temperature, options.top_k = 1.0, 40

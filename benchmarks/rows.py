@@ -245,7 +245,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _verdicts(result: dict[str, Any]) -> Table:
-    note = "Mapped files: pages that were read count as resident, until the kernel wants their memory for others."
+    note = "Mapped files grow with mmap: pages that were read count as resident, until the kernel takes them back."
     table = Table(title="against the targets", caption=note)
     for heading in ("what", "value", "target"):
         table.add_column(heading, justify="left" if heading == "what" else "right")

@@ -1,7 +1,7 @@
 /* Runs a bundle of `meki-edge pack` inside an app: link libmeki_runner, no JNI and no process of its own.
  *
  *     meki_options options;
- *     meki_default_options(&options);
+ *     meki_default_options(&options, sizeof options);
  *     options.bundle = "/data/user/0/app/files/meki";
  *     options.ort_library = "libonnxruntime.so";        // as dlopen finds it
  *     meki_runner* runner;
@@ -14,7 +14,8 @@
  * Token ids are those of the bundle's tokenizer.json. A runner belongs to one thread at a time; several runners may
  * live in a process, and share the library of ONNX Runtime that the first one named. The library installs a handler
  * for SIGBUS when it opens a bundle, since a file that shrinks under a map raises it; a SIGBUS of the app's own ends
- * the process as before. It installs no other handler, prints nothing and starts only threads that end in meki_close.
+ * the process as before. It installs no other handler, prints nothing and starts only threads that end in meki_close;
+ * ONNX Runtime may keep one of its own asleep until the process ends.
  */
 #ifndef MEKI_RUNNER_H
 #define MEKI_RUNNER_H
@@ -71,6 +72,8 @@ typedef struct meki_options {
     int32_t compute;          /* a meki_compute; MEKI_COMPUTE_CPU by default */
     const char* qnn_library;  /* libQnnHtp.so, by path or by name; null unless MEKI_COMPUTE_NPU */
     const char* qnn_provider; /* libonnxruntime_providers_qnn.so where it is a plug-in; null: built in */
+    int32_t big_cores;        /* 1: the runner's threads keep off a phone's slowest cores: see meki_open; else 0 */
+    int32_t verify_rows;      /* 1: each row that is read is compared with its checksum, which it must have; else 0 */
 } meki_options;
 
 /* Totals since meki_open or meki_reset; times in microseconds. */
@@ -99,9 +102,17 @@ MEKI_API const char* meki_version(void);
  * until this thread's next call. */
 MEKI_API const char* meki_last_error(void);
 
-MEKI_API void meki_default_options(meki_options* options);
+/* Fills in the defaults and struct_size, which is sizeof(meki_options) in the app: a later library may know of more
+ * members than the header that the app was built with, and leaves those at their defaults. */
+MEKI_API void meki_default_options(meki_options* options, size_t struct_size);
 
-/* Opens a bundle; `*runner` is null unless this returns MEKI_OK. Takes seconds for a large model. */
+/* Opens a bundle; `*runner` is null unless this returns MEKI_OK. Takes seconds for a large model.
+ *
+ * With `big_cores`, where the kernel tells of several kinds of cores: the threads that this starts, for rows and for
+ * ONNX Runtime, stay off the slowest ones for good. A thread begins where the one that starts it is, so the calling
+ * thread moves there too, and is back where it was when this returns. It runs its share of every graph: an app that
+ * wants that on a fast core pins the thread that feeds tokens itself. Runners that are open at the same time share ONNX
+ * Runtime's threads, whose number and cores are those that the first of them asked for. */
 MEKI_API meki_status meki_open(const meki_options* options, meki_runner** runner);
 
 /* Feeds `count` tokens after those fed before, and chooses the next one into `*next` (which may be null). */

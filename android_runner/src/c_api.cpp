@@ -3,6 +3,7 @@
 #include "meki_runner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 
 #include "backends.h"
 #include "clock.h"
+#include "cores.h"
 #include "error.h"
 #include "generator.h"
 #include "sampler.h"
@@ -89,30 +91,33 @@ void load_library(const std::string& library) {
     }
 }
 
-meki_status check(const meki_options* options) {
-    if (options == nullptr || options->struct_size != sizeof(meki_options)) {
-        return refuse("the options are null, or were not made by meki_default_options", "options");
-    }
-    if (options->bundle == nullptr || options->ort_library == nullptr) {
+meki_status check(const meki_options& options) {
+    if (options.bundle == nullptr || options.ort_library == nullptr) {
         return refuse("bundle or ort_library is null", "options");
     }
-    if (options->threads < 1 || options->threads > max_threads) {
-        return refuse("threads is " + std::to_string(options->threads), "options.threads");
+    if (options.threads < 1 || options.threads > max_threads) {
+        return refuse("threads is " + std::to_string(options.threads), "options.threads");
     }
-    if (options->io < MEKI_IO_PREAD || options->io > MEKI_IO_MMAP) {
-        return refuse("io is " + std::to_string(options->io), "options.io");
+    if (options.io < MEKI_IO_PREAD || options.io > MEKI_IO_MMAP) {
+        return refuse("io is " + std::to_string(options.io), "options.io");
     }
-    if (options->io == MEKI_IO_MMAP && options->row_cache_bytes > 0) {
+    if (options.io == MEKI_IO_MMAP && options.row_cache_bytes > 0) {
         return refuse("rows of a map are cached by the kernel already", "options.row_cache_bytes");
     }
-    if (options->compute < MEKI_COMPUTE_CPU || options->compute > MEKI_COMPUTE_NPU) {
-        return refuse("compute is " + std::to_string(options->compute), "options.compute");
+    if (options.compute < MEKI_COMPUTE_CPU || options.compute > MEKI_COMPUTE_NPU) {
+        return refuse("compute is " + std::to_string(options.compute), "options.compute");
     }
-    if ((options->compute == MEKI_COMPUTE_NPU) != (options->qnn_library != nullptr)) {
+    if ((options.compute == MEKI_COMPUTE_NPU) != (options.qnn_library != nullptr)) {
         return refuse("MEKI_COMPUTE_NPU needs qnn_library, and nothing else takes it", "options.qnn_library");
     }
+    if (options.big_cores != 0 && options.big_cores != 1) {
+        return refuse("big_cores is " + std::to_string(options.big_cores), "options.big_cores");
+    }
+    if (options.verify_rows != 0 && options.verify_rows != 1) {
+        return refuse("verify_rows is " + std::to_string(options.verify_rows), "options.verify_rows");
+    }
     // Written so that a NaN is refused too.
-    if (!(options->temperature >= 0) || !(options->top_p >= 0 && options->top_p <= 1)) {
+    if (!(options.temperature >= 0) || !(options.top_p >= 0 && options.top_p <= 1)) {
         return refuse("temperature or top_p is out of range", "options");
     }
     return MEKI_OK;
@@ -191,38 +196,45 @@ const char* meki_version(void) { return MEKI_RUNNER_VERSION; }
 
 const char* meki_last_error(void) { return last_error.c_str(); }
 
-void meki_default_options(meki_options* options) {
+void meki_default_options(meki_options* options, size_t struct_size) {
     if (options != nullptr) {
-        *options = meki_options{};
-        options->struct_size = sizeof *options;
-        options->threads = 2;
-        options->top_p = 1;
+        meki_options defaults{};
+        defaults.struct_size = struct_size;  // a later header's is refused by meki_open
+        defaults.threads = 2;
+        defaults.top_p = 1;
+        std::memcpy(options, &defaults, std::min(struct_size, sizeof defaults));
     }
 }
 
-meki_status meki_open(const meki_options* options, meki_runner** runner) {
+meki_status meki_open(const meki_options* given, meki_runner** runner) {
     if (runner == nullptr) {
         return refuse("the place for the runner is null", "meki_open");
     }
     *runner = nullptr;
+    meki_options options;
+    meki_default_options(&options, sizeof options);
+    if (given == nullptr || given->struct_size < sizeof given->struct_size || given->struct_size > sizeof options) {
+        return refuse("the options are null, or were not made by this library's meki_default_options", "options");
+    }
+    std::memcpy(&options, given, given->struct_size);
     if (const meki_status status = check(options); status != MEKI_OK) {
         return status;
     }
     const std::uint64_t start_us = meki::now_us();
     const meki_status loaded = guarded(MEKI_ERROR_LIBRARY, [&] {
-        load_library(options->ort_library);
+        load_library(options.ort_library);
         return MEKI_OK;
     });
     if (loaded != MEKI_OK) {
         return loaded;
     }
     return guarded(MEKI_ERROR_BUNDLE, [&] {
-        const meki::SamplerConfig config{options->temperature, static_cast<std::size_t>(options->top_k), options->top_p,
-                                         options->seed};
-        meki::RowIo io{};
-        io.mode = io_mode(options->io);
-        io.cache_bytes = options->row_cache_bytes;
-        auto opened = std::make_unique<meki_runner>(*options, io, config);
+        const meki::SamplerConfig config{options.temperature, static_cast<std::size_t>(options.top_k), options.top_p,
+                                         options.seed};
+        const meki::RowIo io{io_mode(options.io), options.row_cache_bytes, options.verify_rows == 1};
+        // Of this thread only while it starts others, which inherit them.
+        const meki::OnCores cores(options.big_cores == 1 ? meki::big_cores(meki::cpu_directory) : std::vector<int>());
+        auto opened = std::make_unique<meki_runner>(options, io, config);
         clear(opened->stats);
         opened->stats.load_us = meki::now_us() - start_us;
         *runner = opened.release();

@@ -46,7 +46,13 @@ void generate(const GenerateOptions& options) {
                         std::to_string(context),
                     options.prompt_file, "shorten the prompt or lower --max-new-tokens");
     }
-    Sampler sampler(options.sampler, generator.spec().vocab_size);
+    const std::size_t vocab_size = generator.spec().vocab_size;
+    if (!options.stop_tokens.empty() && *options.stop_tokens.rbegin() >= vocab_size) {
+        throw Error("stop token " + std::to_string(*options.stop_tokens.rbegin()) +
+                        " is out of range: the vocabulary has " + std::to_string(vocab_size),
+                    "--stop-token", "give ids of the bundle's tokenizer.json");
+    }
+    Sampler sampler(options.sampler, vocab_size);
     Test prompt_test{"prompt", {}};
     Test generate_test{"generate", {}};
     generate_test.steps.reserve(options.max_new_tokens);

@@ -53,4 +53,13 @@ std::vector<int> run_on(const std::vector<int>& cores) {
     return chosen;
 }
 
+OnCores::OnCores(const std::vector<int>& cores)
+    : changed_(::sched_getaffinity(0, sizeof before_, &before_) == 0 && !run_on(cores).empty()) {}
+
+OnCores::~OnCores() {
+    if (changed_) {
+        ::sched_setaffinity(0, sizeof before_, &before_);
+    }
+}
+
 }  // namespace meki

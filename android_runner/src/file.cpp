@@ -13,6 +13,11 @@ namespace meki {
 
 std::string describe_errno(int code) { return std::generic_category().message(code); }
 
+bool is_file_name(const std::string& name) {
+    static const std::string never("/\\\0", 3);
+    return !name.empty() && name != "." && name != ".." && name.find_first_of(never) == std::string::npos;
+}
+
 // O_NONBLOCK does nothing to regular files; to open a pipe would wait for its writer.
 File::File(const std::string& path)
     : path_(path), descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {

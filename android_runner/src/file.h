@@ -37,6 +37,9 @@ std::size_t read_at(int descriptor, void* out, std::size_t num_bytes, std::uint6
 std::size_t read_at_once(int descriptor, void* out, std::size_t num_bytes, std::uint64_t offset,
                          const std::string& path);
 
+// Whether `name` is that of a file in a directory, not a path that may lead out of it.
+bool is_file_name(const std::string& name);
+
 // The message of an errno value.
 std::string describe_errno(int code);
 

@@ -20,6 +20,8 @@ constexpr std::int64_t schema = 3;
 constexpr std::uint64_t max_bytes = 64 << 20;
 constexpr std::uint64_t max_elements = std::uint64_t{1} << 36;  // of a tensor
 constexpr std::uint64_t max_size = std::uint64_t{1} << 31;      // of an axis
+// Of the mask: exp of it is nothing beside any real score, and float16 holds it.
+constexpr double least_mask = -65504, largest_mask = -50;
 constexpr const char* fix = "regenerate the directory with `meki-edge export` and `meki-edge pack`";
 
 std::size_t size_at(const JsonObject& object, const char* key) {
@@ -28,6 +30,23 @@ std::size_t size_at(const JsonObject& object, const char* key) {
         object.fail(std::string("'") + key + "' is " + std::to_string(value) + ", more than this reader's limit");
     }
     return static_cast<std::size_t>(value);
+}
+
+// The name of a file of the bundle, which reads nothing outside its directory.
+std::string file_at(const JsonObject& object) {
+    const std::string name = object.text("file");
+    if (!is_file_name(name)) {
+        object.fail("'file' is '" + name + "', not the name of a file in the bundle's directory");
+    }
+    return name;
+}
+
+float mask_at(const JsonObject& object) {
+    const double value = object.number("mask_value");
+    if (!(value >= least_mask && value <= largest_mask)) {
+        object.fail("'mask_value' is " + object.at("mask_value").dump() + ", not a number from -65504 to -50");
+    }
+    return static_cast<float>(value);
 }
 
 ElementType parse_type(const JsonObject& object) {
@@ -92,7 +111,7 @@ GraphFile parse_graph(const JsonObject& object) {
         const JsonObject part(value, object.where() + ".parts[" + std::to_string(graph.parts.size()) + "]",
                               object.fix());
         part.allow_only({"file", "inputs", "outputs"});
-        graph.parts.push_back({part.text("file"), parse_tensors(part, "inputs"), parse_tensors(part, "outputs")});
+        graph.parts.push_back({file_at(part), parse_tensors(part, "inputs"), parse_tensors(part, "outputs")});
     }
     return graph;
 }
@@ -104,7 +123,7 @@ Context parse_context(const JsonObject& object) {
 
 RowFile parse_row_file(const JsonObject& object) {
     object.allow_only({"file", "row_dim", "addressing", "rows_per_token"});
-    RowFile file{object.text("file"), size_at(object, "row_dim"), object.text("addressing"),
+    RowFile file{file_at(object), size_at(object, "row_dim"), object.text("addressing"),
                  size_at(object, "rows_per_token")};
     const auto known = {IdentityAddress::name, RaggedAddress::name, NgramHashAddress::name};
     if (std::find(known.begin(), known.end(), file.addressing) == known.end()) {
@@ -378,7 +397,7 @@ GraphSpec read_graph_spec(const std::string& path) {
                    size_at(root, "num_key_value_heads"),
                    size_at(root, "head_dim"),
                    root.number("rope_theta"),
-                   static_cast<float>(root.number("mask_value")),
+                   mask_at(root),
                    {},
                    parse_row_file(root.object("embedding")),
                    {},
@@ -401,6 +420,10 @@ GraphSpec read_graph_spec(const std::string& path) {
     spec.memory_states = find_states(spec.longest().decode, root.object("decode"));
     if (!(spec.rope_theta > 0)) {
         root.fail("'rope_theta' is not positive");
+    }
+    if (!root.at("eos_token_id").is_null() && root.count("eos_token_id") >= spec.vocab_size) {
+        root.fail("'eos_token_id' is " + root.at("eos_token_id").dump() + ", the vocabulary has " +
+                  std::to_string(spec.vocab_size) + " tokens");
     }
     if (const std::size_t taken = spec.longest().decode.num_tokens; taken != 1) {
         root.fail("the decode graph takes " + std::to_string(taken) + " tokens a call, not 1");

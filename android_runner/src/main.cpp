@@ -133,9 +133,16 @@ void run_bench(const std::vector<std::string>& arguments) {
                            "--depth", "--warmup", "--backend", "--qnn-library", "--qnn-provider", "--threads",
                            "--cores", "--io", "--row-cache-bytes", "--output"},
                           {"--drop-page-cache", "--verify-rows"});
-    bench({parse_run(options), options.required("--trace-file"), options.integer("--prompt-tokens", 512, 0, max_tokens),
-           options.integer("--generate-tokens", 128, 0, max_tokens), options.integer("--depth", 0, 0, max_tokens),
-           options.integer("--warmup", 1, 0, max_tokens)});
+    const BenchOptions parsed{parse_run(options),
+                              options.required("--trace-file"),
+                              options.integer("--prompt-tokens", 512, 0, max_tokens),
+                              options.integer("--generate-tokens", 128, 0, max_tokens),
+                              options.integer("--depth", 0, 0, max_tokens),
+                              options.integer("--warmup", 1, 0, max_tokens)};
+    if (parsed.prompt_tokens == 0 && parsed.generate_tokens == 0) {
+        throw UsageError("there is nothing to measure: give --prompt-tokens or --generate-tokens");
+    }
+    bench(parsed);
 }
 
 RowsOptions parse_rows(const Options& options) {

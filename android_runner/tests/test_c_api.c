@@ -3,8 +3,17 @@
  *     test_c_api BUNDLE ORT_LIBRARY COUNT ID...
  *
  * prints COUNT new ids after the prompt ID..., once a line, and then checks statistics, reset and a full context.
+ *
+ *     test_c_api BUNDLE ORT_LIBRARY
+ *
+ * prints what comes of verify_rows, and then on how many cores each thread may run that meki_open starts: without
+ * big_cores, and with it.
  */
+#define _GNU_SOURCE /* for affinities, which Linux alone has */
+#include <dirent.h>
 #include <meki_runner.h>
+#include <sched.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +32,7 @@ static int says(const char* text) { return strstr(meki_last_error(), text) != NU
 
 static meki_options filled(const char* bundle, const char* library) {
     meki_options options;
-    meki_default_options(&options);
+    meki_default_options(&options, sizeof options);
     options.bundle = bundle;
     options.ort_library = library;
     return options;
@@ -57,8 +66,33 @@ static void test_refused_options(void) {
     options.top_p = 1.5;
     CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("top_p"));
     options = filled("nowhere", "nowhere.so");
+    options.big_cores = 2;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("big_cores is 2"));
+    options = filled("nowhere", "nowhere.so");
+    options.verify_rows = -1;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("verify_rows is -1"));
+    options = filled("nowhere", "nowhere.so");
     CHECK(meki_open(&options, &runner) == MEKI_ERROR_LIBRARY && says("cannot load ONNX Runtime"));
     CHECK(runner == NULL && strchr(meki_last_error(), '\n') == NULL);
+}
+
+/* An app that was built before a member was there has options that end where it begins. */
+static void test_options_of_an_older_header(void) {
+    const size_t older = offsetof(meki_options, big_cores);
+    meki_runner* runner = NULL;
+    meki_options options, untouched;
+    memset(&options, 0x5a, sizeof options);
+    untouched = options;
+    meki_default_options(&options, older);
+    CHECK(options.struct_size == older && options.threads == 2 && options.qnn_library == NULL);
+    CHECK(memcmp(&options.big_cores, &untouched.big_cores, sizeof options - older) == 0);
+    options.bundle = "nowhere";
+    options.ort_library = "nowhere.so";
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_LIBRARY); /* whatever lies behind them */
+    options.struct_size = 0;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("meki_default_options"));
+    options.struct_size = sizeof options + 1;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("meki_default_options"));
 }
 
 static void test_null_runners(void) {
@@ -71,7 +105,7 @@ static void test_null_runners(void) {
     CHECK(meki_logits(NULL) == NULL && meki_vocab_size(NULL) == 0 && meki_length(NULL) == 0);
     CHECK(meki_context_length(NULL) == 0);
     meki_close(NULL);
-    meki_default_options(NULL);
+    meki_default_options(NULL, sizeof(meki_options));
     CHECK(strlen(meki_version()) > 0);
 }
 
@@ -140,6 +174,7 @@ static void test_bundle(const char* bundle, const char* library, size_t count, c
     generate(runner, prompt, length, chosen + count, count);
     CHECK(memcmp(chosen, chosen + count, count * sizeof *chosen) == 0);
     options.io = MEKI_IO_MMAP; /* a second runner, with its own tokens */
+    options.big_cores = 1;
     CHECK(meki_open(&options, &other) == MEKI_OK);
     generate(other, prompt, length, chosen + count, count);
     CHECK(memcmp(chosen, chosen + count, count * sizeof *chosen) == 0);
@@ -151,10 +186,72 @@ static void test_bundle(const char* bundle, const char* library, size_t count, c
     free(chosen);
 }
 
+#define MAX_THREADS 64
+
+/* This process's threads. */
+static size_t list_threads(int* ids) {
+    size_t count = 0;
+    DIR* directory = opendir("/proc/self/task");
+    CHECK(directory != NULL);
+    for (struct dirent* entry; (entry = readdir(directory)) != NULL && count < MAX_THREADS;) {
+        if (entry->d_name[0] != '.') {
+            ids[count++] = atoi(entry->d_name);
+        }
+    }
+    closedir(directory);
+    return count;
+}
+
+/* Opens the bundle, and prints on how many cores each thread may run that began with that. */
+static void test_cores(const meki_options* options) {
+    meki_runner* runner = NULL;
+    int ids[MAX_THREADS], known[MAX_THREADS];
+    cpu_set_t before, after, cores;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    const size_t num_known = list_threads(known);
+    CHECK(meki_open(options, &runner) == MEKI_OK);
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
+    const size_t count = list_threads(ids);
+    printf("big_cores %d:", (int)options->big_cores);
+    for (size_t i = 0, j; i < count; ++i) {
+        for (j = 0; j < num_known && known[j] != ids[i]; ++j) {
+        }
+        if (j == num_known) {
+            CHECK(sched_getaffinity(ids[i], sizeof cores, &cores) == 0);
+            printf(" %d", CPU_COUNT(&cores));
+        }
+    }
+    printf("\n");
+    meki_close(runner);
+}
+
+static void test_options(const char* bundle, const char* library) {
+    meki_runner* runner = NULL;
+    meki_options options = filled(bundle, library);
+    options.verify_rows = 1;
+    const meki_status verified = meki_open(&options, &runner);
+    CHECK(verified == MEKI_OK || verified == MEKI_ERROR_BUNDLE);
+    CHECK(verified != MEKI_OK || meki_step(runner, 0, NULL) == MEKI_OK);
+    printf("verify_rows: %s\n", verified == MEKI_OK ? "ok" : meki_last_error());
+    meki_close(runner);
+    options.verify_rows = 0;
+    test_cores(&options);
+    options.big_cores = 1;
+    test_cores(&options);
+    options.bundle = "nowhere"; /* which is found out when threads are there already */
+    cpu_set_t before, after;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_BUNDLE);
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
+}
+
 int main(int argc, char** argv) {
     test_refused_options();
+    test_options_of_an_older_header();
     test_null_runners();
-    if (argc > 4) {
+    if (argc == 3) {
+        test_options(argv[1], argv[2]);
+    } else if (argc > 4) {
         const size_t length = (size_t)argc - 4;
         uint32_t* prompt = malloc(length * sizeof *prompt);
         for (size_t i = 0; i < length; ++i) {

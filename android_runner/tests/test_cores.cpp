@@ -2,6 +2,7 @@
 
 #include "cores.h"
 
+#include <future>
 #include <sched.h>
 #include <sys/stat.h>
 #include <thread>
@@ -32,26 +33,61 @@ void by_capacity() {
     CHECK(meki::big_cores("/nowhere").empty());
 }
 
-void threads_inherit() {
+cpu_set_t allowed_cores() {
     cpu_set_t allowed;
     CHECK(::sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    return allowed;
+}
+
+bool keeps_to(int core) {
+    const cpu_set_t allowed = allowed_cores();
+    return CPU_COUNT(&allowed) == 1 && CPU_ISSET(core, &allowed);
+}
+
+int first_core() {
+    const cpu_set_t allowed = allowed_cores();
     int core = 0;
     while (!CPU_ISSET(core, &allowed)) {
         ++core;
     }
+    return core;
+}
+
+// The thread that starts others is back afterwards; they are not.
+void for_a_while() {
+    const cpu_set_t before = allowed_cores();
+    const int core = first_core();
+    std::promise<void> back;
+    std::thread thread;
+    {
+        const meki::OnCores on({core});
+        CHECK(keeps_to(core));
+        thread = std::thread([core, &back] {
+            back.get_future().wait();
+            CHECK(keeps_to(core));
+        });
+    }
+    cpu_set_t after = allowed_cores();
+    CHECK(CPU_EQUAL(&before, &after));
+    back.set_value();
+    thread.join();
+    { const meki::OnCores nowhere({}); }
+    after = allowed_cores();
+    CHECK(CPU_EQUAL(&before, &after));
+}
+
+void threads_inherit() {
+    const int core = first_core();
     CHECK(meki::run_on({}).empty());
     CHECK(meki::run_on({CPU_SETSIZE - 1, CPU_SETSIZE, -1}).empty());
     CHECK(meki::run_on({core, CPU_SETSIZE - 1}) == std::vector<int>{core});
-    std::thread([core] {
-        cpu_set_t own;
-        CHECK(::sched_getaffinity(0, sizeof own, &own) == 0);
-        CHECK(CPU_COUNT(&own) == 1 && CPU_ISSET(core, &own));
-    }).join();
+    std::thread([core] { CHECK(keeps_to(core)); }).join();
 }
 
 }  // namespace
 
 int main() {
     by_capacity();
+    for_a_while();
     threads_inherit();
 }

@@ -292,6 +292,8 @@ void contexts() {
     rejects_shorter([](json& s) { s[1].erase("decode"); }, "the key 'decode' is missing");
     rejects_shorter([](json& s) { s[1]["decode"] = 7; }, "shorter[1]: decode");
     rejects_shorter([](json& s) { s[0]["mask_value"] = -100; }, "unknown key 'mask_value'");
+    rejects_shorter([](json& s) { s[0]["decode"]["parts"][0]["file"] = "../decode.onnx"; },
+                    "'file' is '../decode.onnx'");
     rejects_shorter([](json& s) { s[0] = nullptr; }, "expected a JSON object");
     rejects_shorter([](json& s) { s = 4; }, "'shorter' must be a list");
     rejects_shorter([](json& s) { s[0]["prefill"] = graph("p", 2, 4); },
@@ -340,6 +342,14 @@ int main() {
     CHECK(context.prefill.output("present_value", 1).num_elements() == 12);
     CHECK(spec.roms.size() == 1 && spec.roms[0].row_dim == 5);
 
+    json edges = good_spec();
+    edges["mask_value"] = -65504;
+    edges["eos_token_id"] = 19;
+    edges["roms"][0]["file"] = "..rom.";
+    CHECK(meki::read_graph_spec(write(edges)).mask_value == -65504.0f);
+    edges["mask_value"] = -50;
+    CHECK(meki::read_graph_spec(write(edges)).roms[0].file == "..rom.");
+
     mixed();
     types();
     parts();
@@ -351,6 +361,26 @@ int main() {
     rejects([](json& s) { s["vocab_size"] = 0; }, "'vocab_size' is 0, less than 1");
     rejects([](json& s) { s["context_length"] = std::uint64_t{1} << 40; }, "more than this reader's limit");
     rejects([](json& s) { s["rope_theta"] = 0; }, "'rope_theta' is not positive");
+    for (const json& value : {json(-49.9), json(0), json(100), json(-65505), json(-1e39), json(-1e300)}) {
+        rejects([&](json& s) { s["mask_value"] = value; },
+                ("'mask_value' is " + value.dump() + ", not a number from -65504 to -50").c_str());
+    }
+    rejects([](json& s) { s["mask_value"] = nullptr; }, "'mask_value' must be a number");
+    for (const json& id : {json(20), json(std::uint64_t{1} << 40)}) {
+        rejects([&](json& s) { s["eos_token_id"] = id; },
+                ("'eos_token_id' is " + id.dump() + ", the vocabulary has 20 tokens").c_str());
+    }
+    rejects([](json& s) { s["eos_token_id"] = -1; }, "'eos_token_id' is -1, less than 0");
+    rejects([](json& s) { s["eos_token_id"] = "end"; }, "'eos_token_id' must be an integer");
+    rejects([](json& s) { s.erase("eos_token_id"); }, "the key 'eos_token_id' is missing");
+    for (const char* name : {"", ".", "..", "../rom", "/etc/passwd", "sub/rom", "..\\rom"}) {
+        const std::string what = "'file' is '" + std::string(name) + "', not the name of a file in the bundle's";
+        rejects([&](json& s) { s["embedding"]["file"] = name; }, what.c_str());
+        rejects([&](json& s) { s["roms"][0]["file"] = name; }, what.c_str());
+        rejects([&](json& s) { first_part(s, "prefill")["file"] = name; }, what.c_str());
+        rejects([&](json& s) { first_part(s, "decode")["file"] = name; }, what.c_str());
+    }
+    rejects([](json& s) { s["roms"][0]["file"] = std::string("rom\0.x", 6); }, "not the name of a file");
     rejects([](json& s) { s["embedding"]["row_dim"] = 7; }, "the embedding has 7 elements a row");
     rejects([](json& s) { s["num_hidden_layers"] = 3; }, "there are 9 inputs, expected 11");
     rejects([](json& s) { s["num_hidden_layers"] = 1000000000; }, "inputs, expected");

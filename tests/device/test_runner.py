@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from tiny import split_rows
@@ -304,8 +305,8 @@ def test_streaming_stop_tokens_and_seeds(bundles: dict[str, Path], text: list[in
     assert runner.run_json(["generate", *arguments])["generated_tokens"] == streamed
     other = runner.run_json(["generate", *arguments, "--seed", "4"])["generated_tokens"]
     assert other != streamed
-    stop = streamed[10]
-    stopped = runner.run_json(["generate", *arguments, "--stop-token", "9999", "--stop-token", str(stop)])
+    stop, unseen = streamed[10], min(set(range(384)) - set(streamed))
+    stopped = runner.run_json(["generate", *arguments, "--stop-token", str(unseen), "--stop-token", str(stop)])
     assert stopped["generated_tokens"] == streamed[: streamed.index(stop) + 1]
 
 
@@ -324,6 +325,16 @@ def rewrite(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(values))
 
 
+def move_weights(path: Path, location: str) -> None:
+    """Say in a graph that its weights lie elsewhere."""
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = location
+    onnx.save(model, path)
+
+
 BUNDLES: list[tuple[str, Callable[[Path], object], str]] = [
     ("no spec", lambda b: (b / "graph_spec.json").unlink(), "cannot open the file"),
     ("spec key", lambda b: rewrite(b / "graph_spec.json", lambda s: s.update(extra=1)), "unknown key 'extra'"),
@@ -332,10 +343,28 @@ BUNDLES: list[tuple[str, Callable[[Path], object], str]] = [
         lambda b: rewrite(b / "graph_spec.json", lambda s: s.update(head_dim=s["head_dim"] * 2)),
         "has shape",
     ),
+    ("mask", lambda b: rewrite(b / "graph_spec.json", lambda s: s.update(mask_value=-4)), "'mask_value' is -4"),
+    (
+        "end of text",
+        lambda b: rewrite(b / "graph_spec.json", lambda s: s.update(eos_token_id=384)),
+        "'eos_token_id' is 384, the vocabulary has 384 tokens",
+    ),
+    (
+        "ROM elsewhere",
+        lambda b: rewrite(b / "graph_spec.json", lambda s: s["roms"][0].update(file="../meki/rom.safetensors")),
+        "'file' is '../meki/rom.safetensors', not the name of a file",
+    ),
+    (
+        "graph elsewhere",
+        lambda b: rewrite(b / "graph_spec.json", lambda s: s["decode"]["parts"][0].update(file="../decode.onnx")),
+        "'file' is '../decode.onnx', not the name of a file",
+    ),
     ("graph cut", lambda b: os.truncate(b / "decode.onnx", 1000), "not a valid ONNX file"),
     ("graph text", lambda b: (b / "decode.onnx").write_text("graph"), "not a valid ONNX file"),
     ("graph empty", lambda b: (b / "decode.onnx").write_bytes(b""), "ONNX Runtime"),
     ("weights cut", lambda b: os.truncate(b / "weights.data", 5000), "ends past the 5000 bytes"),
+    ("weights elsewhere", lambda b: move_weights(b / "decode.onnx", "../weights.data"), "lies in '../weights.data'"),
+    ("weights anywhere", lambda b: move_weights(b / "decode.onnx", "/etc/passwd"), "lies in '/etc/passwd'"),
     ("weights gone", lambda b: (b / "weights.data").unlink(), "cannot open the file"),
     ("ROM of another vocabulary", lambda b: write_rom(b / "rom.safetensors", [(36, "fp32")], 5), "for 5 tokens"),
     ("ROM of another shape", lambda b: write_rom(b / "rom.safetensors", [(35, "fp16")], 384), "of 35 elements for 384"),
@@ -366,6 +395,7 @@ def test_a_spoiled_bundle_is_a_user_error(
     [
         ([1] * 100, 62, [], "a prompt of 100 tokens and 62 new ones do not fit the context of 160"),
         ([384], 1, [], "token id 384 is out of range: the vocabulary has 384"),
+        ([1], 1, ["--stop-token", "384"], "stop token 384 is out of range: the vocabulary has 384"),
         ([1], 0, [], "--max-new-tokens takes an integer from 1 to"),
         ([1], 1, ["--top-p", "1.5"], "--top-p takes a number from 0 to 1, got '1.5'"),
         ([1], 1, ["--turbo"], "unknown option '--turbo'"),
@@ -406,6 +436,9 @@ def test_usage(binary: Path) -> None:
     assert (missing.returncode, missing.stderr.split(b" [")[0]) == (2, b"error: --rom is missing")
     missing = subprocess.run([binary, "rows", "--rom"], capture_output=True)
     assert (missing.returncode, missing.stderr.split(b" [")[0]) == (2, b"error: --rom needs a value")
+    bench = [binary, "bench", "--bundle", "b", "--trace-file", "t", "--ort-library", "o", "--output", "r"]
+    nothing = subprocess.run([*bench, "--prompt-tokens", "0", "--generate-tokens", "0"], capture_output=True)
+    assert (nothing.returncode, nothing.stderr.split(b":")[1]) == (2, b" there is nothing to measure")
     assert b"--drop-page-cache" in subprocess.run([binary, "--help"], capture_output=True, check=True).stdout
     assert subprocess.run([binary, "--version"], capture_output=True, check=True).stdout == b"meki-runner 0.1.0\n"
 
