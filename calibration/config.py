@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from calibration.precision import FLOAT16, Precision, precision
 from calibration.ranges import METHODS
 from meki_edge.errors import UserError
 
 INTEGERS = ("uint8", "uint16")
+WINDOW_LENGTH = 512
+"""Tokens a window, unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +24,9 @@ class CalibrateConfig:
     samples: int = 64
     """Windows of training text whose activations are observed."""
 
-    window_length: int = 512
-    """Tokens a window, in calibration and in the gate (at most the context)."""
+    window_length: int | None = None
+    """Tokens a window, in calibration and in the gate, at most the context. None: 512, or the context where that
+    is shorter."""
 
     decode_steps: int = 2
     """The last tokens of each window, which go through the decode graph."""
@@ -116,6 +119,28 @@ def check(config: CalibrateConfig) -> None:
         )
     if config.is_mixed:
         _check_mixed(config, chosen)
+
+
+def fitted(config: CalibrateConfig, context_length: int) -> CalibrateConfig:
+    """``config`` with a window length, for a model of ``context_length`` slots.
+
+    Raises:
+        UserError: windows that do not fit the context, or all of a window decoded step by step.
+    """
+    length = min(WINDOW_LENGTH, context_length) if config.window_length is None else config.window_length
+    if length > context_length:
+        raise UserError(
+            f"windows of {length} tokens do not fit the context of {context_length}",
+            where="--window-length",
+            fix=f"give at most {context_length}, or export with a longer --context-length",
+        )
+    if config.decode_steps >= length:
+        raise UserError(
+            f"{config.decode_steps} decode steps leave nothing to prefill of windows of {length} tokens",
+            where="--decode-steps",
+            fix=f"give at most {length - 1}, or longer windows with --window-length",
+        )
+    return replace(config, window_length=length)
 
 
 def _check_mixed(config: CalibrateConfig, chosen: Precision) -> None:

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.samples import Host
+from calibration.samples import Host, Windows
 from export.onnx_decoder import Sessions
 from meki_edge import console
 from meki_edge.errors import UserError
 from meki_edge.files import atomic_path
+
+
+PERPLEXITY = "--max-perplexity-increase"
+CHANCE = 0.01
+"""By how much, relative, perplexity may well fall on a text that is long enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +51,12 @@ def score(
     host: Host,
     prefill: Sessions,
     decode: Sessions,
-    text: np.ndarray,
+    text: Windows,
     decode_steps: int,
     found: Path,
     description: str,
 ) -> Scores:
-    """Run ``text`` ``[N, L]``; resumes from, and leaves behind, the file ``found`` (``.npz``).
+    """Run ``text``; resumes from, and leaves behind, the file ``found`` (``.npz``).
 
     The last ``decode_steps`` tokens of each window go through the decode graph.
     """
@@ -62,8 +67,8 @@ def score(
             scores, likeliest = list(arrays["scores"]), list(arrays["likeliest"])
     with console.progress() as bar:
         task = bar.add_task(f"{description} (windows)", total=len(text), completed=len(scores))
-        for ids in text[len(scores) :]:
-            decoder = host.decoder()
+        for number in range(len(scores), len(text)):
+            decoder, ids = host.decoder(), text[number]
             split = len(ids) - decode_steps
             logits = list(decoder.prefill(prefill, ids[:split])) if split else []
             logits += [decoder.decode(decode, token) for token in ids[split:]]
@@ -113,13 +118,18 @@ class Limit:
     limit: float
     met: bool
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is met by more than chance: no quantization makes a model better by as much as it may lose."""
+        return not (self.met and self.option == PERPLEXITY and self.found < -max(abs(self.limit), CHANCE))
+
 
 def limits(accuracy: Accuracy, *, max_perplexity_increase: float, min_top1_agreement: float) -> list[Limit]:
     """The gate's limits. A NaN meets none."""
     increase, agreement = accuracy.perplexity_increase, accuracy.top1_agreement
     return [
         Limit(
-            option="--max-perplexity-increase",
+            option=PERPLEXITY,
             what="perplexity increase",
             found=increase,
             limit=max_perplexity_increase,

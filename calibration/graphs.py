@@ -7,9 +7,11 @@ from pathlib import Path
 
 import onnx_ir as ir
 import onnxruntime as ort
+from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import ShapeInferencePass
 
 from calibration.structure import Groups, Structure
+from meki_edge.errors import UserError
 from meki_edge.graph_spec import Graph, GraphSpec, Part
 
 
@@ -29,8 +31,13 @@ class FloatGraphs:
             yield from graph.parts
 
     def load(self, part: Part) -> tuple[ir.Model, Structure]:
-        """A part's graph (its weights stay in their file) and structure."""
-        model = ir.load(self.directory / part.file)
+        """A part's graph (its weights stay in their file) and structure; another file is a :class:`UserError`."""
+        path = self.directory / part.file
+        try:
+            model = ir.load(path, format="protobuf")
+        except (OSError, DecodeError, ValueError, ir.serde.SerdeError) as error:
+            what = f"the graph cannot be read ({type(error).__name__})"
+            raise UserError(what, where=path, fix="export again with --force") from None
         ShapeInferencePass()(model)  # the exporter leaves some types out
         structure = Structure(model, self.groups, self._hidden_keys, self.spec.num_hidden_layers)
         structure.join_states((*part.inputs, *part.outputs))

@@ -16,6 +16,7 @@ from meki_edge.files import write_json, write_text
 from meki_edge.report_plots import Plot
 
 JSON_FILE, PAGE_FILE = "calibration_report.json", "calibration_report.html"
+MEASURED = "Computed by ONNX Runtime on this host: what the quantized graph means, not what a phone measured."
 UNIT_HEADINGS = ["unit", "stored as", "MB", "divergence, nats", "relative MSE", "top-1 changed"]
 
 
@@ -25,11 +26,13 @@ def build(
     limits: Sequence[Limit],
     units: Sequence[dict[str, Any]],
     losses: Sequence[Loss],
+    notes: Sequence[str],
     details: dict[str, Any],
 ) -> dict[str, Any]:
     """The report as JSON.
 
     Args:
+        notes: what a reader must know beside the figures.
         units: each unit's ``unit`` (its name), ``scheme`` and ``bytes``.
         losses: of the units in the precision's own scheme, in the same order; none if not measured.
         details: what else is recorded: dtypes, method, samples.
@@ -43,9 +46,9 @@ def build(
         "schema": 1,
         "precision": precision,
         "headline": headline,
-        "notes": ["Computed by ONNX Runtime on this host: what the quantized graph means, not what a phone measured."],
+        "notes": [MEASURED, *notes],
         "accuracy": {**asdict(accuracy), "perplexity_increase": accuracy.perplexity_increase},
-        "limits": [asdict(limit) for limit in limits],
+        "limits": [{**asdict(limit), "is_clear": limit.is_clear} for limit in limits],
         "units": [{**unit, "sensitivity": loss} for unit, loss in zip(units, measured, strict=True)],
         **details,
     }
@@ -82,7 +85,7 @@ def limit_rows(report: dict[str, Any]) -> list[list[str]]:
     ]
     for limit in report["limits"]:
         bound = "≤" if limit["what"].endswith("increase") else "≥"
-        met = "yes" if limit["met"] else "NO"
+        met = "NO" if not limit["met"] else "yes" if limit["is_clear"] else "unclear"
         rows.append([limit["what"], f"{limit['found']:.2%}", f"{bound} {limit['limit']:.2%}", met])
     return [*rows, ["top-1 agreement, decode steps", f"{accuracy['decode_top1_agreement']:.2%}", "", ""]]
 

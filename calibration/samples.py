@@ -23,6 +23,8 @@ from meki_edge.tokens import TokenShards
 
 ADVISED_SAMPLES = 64
 """Fewer were seen to clip the logits."""
+ADVISED_GATE_TOKENS = 2_000
+"""On fewer, chance alone moves the perplexity by as much as a quantization does."""
 FIXED_ROLES = frozenset(
     {"attention_mask", "memory_mask", "position_cos", "position_sin", "memory_rows", "input_embeds"}
     | {"past_key", "past_value", "memory_state"}
@@ -44,13 +46,35 @@ class Host:
         return OnnxDecoder(self.spec, self.embedding, self.roms)
 
 
-def windows(shards: TokenShards, count: int, length: int) -> np.ndarray:
-    """``count`` windows of training text, spread evenly over all of it: int64 ``[count, length]``.
+@dataclass(frozen=True, eq=False)
+class Windows(Sequence[np.ndarray]):
+    """``num_windows`` windows of ``text``, evenly spaced from its first token to the one at ``last``.
+
+    Each is cut out when it is asked for, int64 ``[length]``: text on disk stays there.
+    """
+
+    text: np.ndarray
+    num_windows: int
+    last: int
+    length: int
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        if not 0 <= number < self.num_windows:
+            raise IndexError(number)
+        start = number * self.last // max(self.num_windows - 1, 1)
+        return self.text[start : start + self.length].astype(np.int64)
+
+
+def training_windows(shards: TokenShards, count: int, length: int) -> Windows:
+    """``count`` windows of training text, spread evenly over all of it.
 
     They overlap only where the text is too short to be cut into that many.
 
     Raises:
-        UserError: the text is shorter than one window.
+        UserError: the text is shorter than one window, or too short for so many that no two are the same.
     """
     available = len(shards.train) - length
     if available < 0:
@@ -59,14 +83,29 @@ def windows(shards: TokenShards, count: int, length: int) -> np.ndarray:
             where=shards.directory,
             fix="tokenize more text, or shorten the windows with --window-length",
         )
-    starts = np.linspace(0, available, count).astype(np.int64)
-    return np.stack([shards.train[start : start + length] for start in starts]).astype(np.int64)
+    if count > available + 1:
+        raise UserError(
+            f"{count} samples, but windows of {length} tokens start at {available + 1} places of the training split",
+            where="--samples",
+            fix=f"give at most {available + 1}, or tokenize more text",
+        )
+    return Windows(shards.train, count, available, length)
+
+
+def gate_windows(shards: TokenShards, count: int, length: int) -> Windows:
+    """The first windows of validation text, end to end: ``count`` of them, or as many as there are.
+
+    Raises:
+        UserError: the text is shorter than one window.
+    """
+    available = shards.count_validation_windows(count, length)
+    return Windows(shards.validation, available, (available - 1) * length, length)
 
 
 def collect(
-    graphs: FloatGraphs, host: Host, text: np.ndarray, decode_steps: int, found: Path, *, histogram: bool
+    graphs: FloatGraphs, host: Host, text: Windows, decode_steps: int, found: Path, *, histogram: bool
 ) -> Observations:
-    """Run ``text`` ``[N, L]`` and observe every activation; resumes from, and leaves behind, the file ``found``.
+    """Run ``text`` and observe every activation; resumes from, and leaves behind, the file ``found``.
 
     The last ``decode_steps`` tokens of each window go through the decode graph, one at a time.
     """

@@ -164,6 +164,18 @@ def measure(
     return [done[name] for name, _, _ in wanted]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The units to raise; ``divergence`` is what the losses of all then sum to (nats).
+
+    ``is_best``: no unit that a finer scheme helps is left without it.
+    """
+
+    raised: frozenset[int]
+    divergence: float
+    is_best: bool
+
+
 def choose(
     losses: Mapping[int, float],
     finer: Mapping[int, float],
@@ -171,8 +183,8 @@ def choose(
     *,
     budget_bytes: int | None,
     max_divergence: float | None,
-) -> frozenset[int]:
-    """The units to raise to the finer scheme: those that save most divergence a byte come first.
+) -> Choice:
+    """Which units to raise to the finer scheme: those that save most divergence a byte come first.
 
     Stops when the units' divergences sum to ``max_divergence`` or less, and raises none that would
     take more than ``budget_bytes`` more in all. Units that lose nothing are never raised.
@@ -180,15 +192,23 @@ def choose(
     saved = {unit: losses[unit] - finer[unit] for unit in losses}
     order = sorted(saved, key=lambda unit: saved[unit] / max(extra_bytes[unit], 1), reverse=True)
     raised: set[int] = set()
-    total, spent = sum(losses.values()), 0
+    spent = 0
+
+    def left() -> float:
+        return sum(finer[unit] if unit in raised else losses[unit] for unit in losses)
+
     for unit in order:
-        if saved[unit] <= 0 or max_divergence is not None and total <= max_divergence:
+        if saved[unit] <= 0 or max_divergence is not None and left() <= max_divergence:
             break
         if budget_bytes is not None and spent + extra_bytes[unit] > budget_bytes:
             continue
         raised.add(unit)
-        total, spent = total - saved[unit], spent + extra_bytes[unit]
-    return frozenset(raised)
+        spent += extra_bytes[unit]
+    return Choice(
+        raised=frozenset(raised),
+        divergence=left(),
+        is_best=all(unit in raised or saved[unit] <= 0 for unit in saved),
+    )
 
 
 def _cut(graphs: FloatGraphs, part: Part) -> list[_Unit]:

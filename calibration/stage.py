@@ -26,13 +26,13 @@ from typing import Any
 
 from calibration import encodings, gate, report, sensitivity
 from calibration.build import Plan, fix_ranges, unit_bytes, weight_sizes, write_graphs
-from calibration.config import CalibrateConfig, check
+from calibration.config import CalibrateConfig, check, fitted
 from calibration.gate import Accuracy, Limit, Scores
 from calibration.graphs import FloatGraphs, sessions
 from calibration.inputs import RANGES_FILE, REFERENCE_FILE, STAGE, check_checkpoint, check_float, read_spec, reusable
 from calibration.ranges import Observations, Ranges
-from calibration.samples import ADVISED_SAMPLES, Host, collect, windows
-from calibration.sensitivity import Chain, Loss
+from calibration.samples import ADVISED_GATE_TOKENS, ADVISED_SAMPLES, Host, collect, gate_windows, training_windows
+from calibration.sensitivity import Chain, Choice, Loss
 from calibration.table import observe_rows, write_static
 from export.inputs import open_directory, open_tokens
 from meki_edge import console, graph_spec, manifest
@@ -80,6 +80,8 @@ def calibrate(
     check_checkpoint(source, checkpoint, exported)
     spec = read_spec(exported)
     check_float(spec, exported)
+    config = fitted(config, spec.context_length)
+    _check_text(shards, config)
     inputs = {"export": exported, "checkpoint": checkpoint, "tokens": tokens}
     seen = reusable(ranges_from, inputs, config) if ranges_from is not None else {}
     output = StageOutput(
@@ -120,8 +122,10 @@ class _Run:
         self._source = source
         self._exported, self._checkpoint, self._shards = exported, checkpoint, shards
         self._directory, self._spec, self._config = directory, spec, config
-        self._length = min(config.window_length, spec.context_length)
-        self._decode_steps = min(config.decode_steps, self._length - 1)
+        assert config.window_length is not None, "a fitted configuration"
+        self._length, self._decode_steps = config.window_length, config.decode_steps
+        self._gate_text = gate_windows(shards, config.gate_windows, self._length)
+        self._notes: list[str] = []
         self._graphs = FloatGraphs(exported, spec)
         self._stack = ExitStack()
 
@@ -134,13 +138,15 @@ class _Run:
     def __call__(self, seen: Mapping[str, Path]) -> dict[str, Any]:
         """All of it, with the files ``seen`` of another calibration; the metrics."""
         config, chosen = self._config, self._config.chosen
+        self._check_gate_text()
         host = self._host(self._spec, self._exported, self._checkpoint)
         for path in seen.values():
             if not (self._directory / path.name).is_file():
                 shutil.copyfile(path, self._directory / path.name)
         ranges = None if chosen.is_float else self._ranges(host)
         plan = Plan(schemes=chosen.schemes(self._spec.num_hidden_layers), kv_dtype=config.kv, rows_dtype=config.rows)
-        losses, raised = self._sensitivity(host, plan, ranges)
+        losses, choice = self._sensitivity(host, plan, ranges)
+        raised = frozenset() if choice is None else choice.raised
         plan = replace(plan, schemes=chosen.schemes(self._spec.num_hidden_layers, raised))
         self.spec = self._build(plan, ranges)
         accuracy = gate.compare(
@@ -149,6 +155,7 @@ class _Run:
             self._decode_steps,
         )
         limits = _limits(accuracy, config)
+        self._note_limits(limits)
         sizes = weight_sizes(self._graphs)
         units = [
             {
@@ -159,7 +166,8 @@ class _Run:
             for unit in sorted(sizes)
         ]
         details = {"kv_dtype": plan.kv_dtype, "rows_dtype": plan.rows_dtype, "config": to_dict(config)}
-        made = report.build(chosen.name, accuracy, limits, units, losses, details)
+        left = {} if choice is None else {"divergence_left": choice.divergence}
+        made = report.build(chosen.name, accuracy, limits, units, losses, self._notes, details | left)
         report.write(self._directory, made)
         report.show(made)
         gate.require(limits, self._directory / report.PAGE_FILE)
@@ -168,16 +176,41 @@ class _Run:
             "kv_dtype": plan.kv_dtype,
             "rows_dtype": plan.rows_dtype if self._spec.roms else None,
             "units_raised": len(raised),
+            **left,
+            "gate_windows": len(self._gate_text),
             "weights_bytes": sum(path.stat().st_size for path in self._directory.glob("*.data")),
             **asdict(accuracy),
             "perplexity_increase": accuracy.perplexity_increase,
         }
 
+    def _note(self, text: str) -> None:
+        """Say it now, and in the report."""
+        console.info(text)
+        self._notes.append(text)
+
+    def _check_gate_text(self) -> None:
+        count, asked, length = len(self._gate_text), self._config.gate_windows, self._length
+        if count < asked:
+            self._note(f"the validation text has {count} windows of {length} tokens: the gate sees those, not {asked}")
+        if count * length < ADVISED_GATE_TOKENS:
+            self._note(
+                f"the gate sees {count * length:,} tokens, and fewer than {ADVISED_GATE_TOKENS:,} say little: "
+                "give more --gate-windows or more validation text"
+            )
+
+    def _note_limits(self, limits: list[Limit]) -> None:
+        for limit in limits:
+            if not limit.is_clear:
+                self._note(
+                    f"the perplexity fell by {-limit.found:.1%}, and quantizing makes no model that much better: the "
+                    "gate's text is too little, or not of the kind that the model was trained on"
+                )
+
     def _ranges(self, host: Host) -> Ranges:
         config, histogram = self._config, self._config.method != "minmax"
         if config.samples < ADVISED_SAMPLES:
             console.info(f"{config.samples} samples: fewer than {ADVISED_SAMPLES} were seen to clip logits")
-        text = windows(self._shards, config.samples, self._length)
+        text = training_windows(self._shards, config.samples, self._length)
         found = self._directory / RANGES_FILE
         observations = collect(self._graphs, host, text, self._decode_steps, found, histogram=histogram)
         if histogram and not observations.histogram:
@@ -200,13 +233,13 @@ class _Run:
         for tensor, reader in zip(prefill.by_role("memory_rows"), host.roms, strict=True):
             observe_rows(reader, f"input {tensor.name}", observations)
 
-    def _sensitivity(self, host: Host, plan: Plan, ranges: Ranges | None) -> tuple[list[Loss], frozenset[int]]:
-        """Each unit's loss in the plan's scheme, and which units to raise."""
+    def _sensitivity(self, host: Host, plan: Plan, ranges: Ranges | None) -> tuple[list[Loss], Choice | None]:
+        """Each unit's loss in the plan's scheme, and which units to raise, if any may be."""
         config, chosen, num_layers = self._config, self._config.chosen, self._spec.num_hidden_layers
         if not config.sensitivity:
-            return [], frozenset()
+            return [], None
         graph = self._spec.prefill
-        (ids,) = windows(self._shards, 1, min(2 * graph.num_tokens, self._spec.context_length))
+        (ids,) = training_windows(self._shards, 1, min(2 * graph.num_tokens, self._spec.context_length))
         plans = {"own": plan}
         if config.is_mixed:
             plans["finer"] = replace(plan, schemes=chosen.schemes(num_layers, frozenset(range(num_layers + 1))))
@@ -214,9 +247,9 @@ class _Run:
         losses = sensitivity.measure(chain, host, graph, ids, plans, ranges, self._directory)
         count = num_layers + 1
         if not config.is_mixed:
-            return losses, frozenset()
+            return losses, None
         sizes = weight_sizes(self._graphs)
-        raised = sensitivity.choose(
+        choice = sensitivity.choose(
             {loss.unit: loss.divergence for loss in losses[:count]},
             {loss.unit: loss.divergence for loss in losses[count:]},
             {
@@ -226,7 +259,11 @@ class _Run:
             budget_bytes=config.budget_bytes,
             max_divergence=config.max_divergence,
         )
-        return losses[:count], raised
+        if config.max_divergence is not None and choice.divergence > config.max_divergence:
+            why = "all that gains by it is raised already" if choice.is_best else "the budget is spent"
+            found, wanted = f"{choice.divergence:.3g} nats", f"wanted {config.max_divergence:g}"
+            self._note(f"mixed precision: the units' losses still sum to {found}, {wanted} ({why})")
+        return losses[:count], choice
 
     def _build(self, plan: Plan, ranges: Ranges | None) -> GraphSpec:
         """Write all files but the report; the spec comes last, so its presence means that they are there."""
@@ -255,7 +292,7 @@ class _Run:
         return self._scored(host, spec, directory, directory / "quantized.npz", f"score {name}")
 
     def _scored(self, host: Host, spec: GraphSpec, directory: Path, found: Path, description: str) -> Scores:
-        text = self._shards.validation_windows(self._config.gate_windows, self._length)
+        text = self._gate_text
         if (scores := gate.finished(found, len(text))) is not None:  # do not load gigabytes for nothing
             return scores
         prefill = sessions(directory, spec.prefill, prepack=True)
@@ -269,6 +306,14 @@ class _Run:
             embedding=open_reader(directory / spec.embedding.file),
             roms=[open_reader(roms / rom.file) for rom in spec.roms],
         )
+
+
+def _check_text(shards: TokenShards, config: CalibrateConfig) -> None:
+    """Raise :class:`UserError` for text that is too short, before anything is written."""
+    assert config.window_length is not None
+    gate_windows(shards, config.gate_windows, config.window_length)
+    if not config.chosen.is_float:
+        training_windows(shards, config.samples, config.window_length)
 
 
 def _roles(source: Manifest, directory: Path, spec: GraphSpec) -> dict[str, str]:

@@ -156,22 +156,35 @@ def explain(result: dict[str, Any]) -> list[str]:
     return sentences
 
 
+def check_plot(path: Path) -> None:
+    """Raise :class:`UserError` unless ``path`` is a name for :func:`plot`, in a folder that is there."""
+    if path.suffix not in (".svg", ".html"):
+        raise UserError(f"{path.name} is neither .svg nor .html", where="--plot", fix="name a file *.svg or *.html")
+    if not path.parent.is_dir():
+        what = f"the folder {str(path.parent)!r} does not exist"
+        raise UserError(what, where="--plot", fix="make it first, or name a file in one that is there")
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw the bounds to ``path``: ``.svg``, or ``.html`` with the tables and sentences.
 
     Raises:
-        UserError: another suffix.
+        UserError: another suffix, no such folder, or a file that cannot be written.
     """
-    if path.suffix not in (".svg", ".html"):
-        raise UserError(f"{path.name} is neither .svg nor .html", where="--plot", fix="name a file *.svg or *.html")
+    check_plot(path)
     svg = _svg(result)
-    if path.suffix == ".svg":
-        write_text(path, svg)
-        return
+    try:
+        write_text(path, svg if path.suffix == ".svg" else _page(result, svg))
+    except OSError as error:
+        fix = "name a file in a folder that takes files"
+        raise UserError(f"{path} cannot be written: {error.strerror}", where="--plot", fix=fix) from None
+
+
+def _page(result: dict[str, Any], svg: str) -> str:
     body = "".join(_html_table(*table) for table in (bound_table(result), part_table(result, -1)))
     sentences = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in explain(result))
     title = html.escape(f"Decode bounds, {result['chip']}")
-    write_text(path, _PAGE.format(title=title, drawing=svg[svg.index("<svg") :], body=sentences + body))
+    return _PAGE.format(title=title, drawing=svg[svg.index("<svg") :], body=sentences + body)
 
 
 _PAGE = """<!doctype html>

@@ -157,6 +157,9 @@ def steps_of_directory(directory: Path, precision: str | None, kv_dtype: str | N
     Raises:
         UserError: no spec, or a graph that is missing.
     """
+    if directory.is_file():
+        fix = "give the directory that `meki-edge export` wrote"
+        raise UserError("this is a file, not a directory of graphs", where=directory, fix=fix)
     path = directory / graph_spec.FILE_NAME
     spec = GraphSpec.from_json(read_json(path), path)
     weights: dict[str, _Weight] = {}

@@ -16,6 +16,7 @@ together.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import onnx_ir as ir
 from export import passes
 from export.inputs import open_directory, open_tokens
 from export.layout import PartLayers, cut, graph_spec
+from export.lint_files import LIMIT_BYTES
 from export.trace import trace
 from export.verify import verify
 from meki_edge import console, manifest
@@ -170,6 +172,7 @@ def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict
     placed = [passes.place(weight for twin in twins for weight in twin.weights.values()) for twins in traced]
     sizes = [sum(weight.num_bytes for weight in offsets) for offsets in placed]
     require_free_space(directory, sum(sizes), "the graphs' weights")
+    _advise_parts(sizes)
     with console.byte_progress("writing weights", sum(sizes)) as advance:
         for index, (twins, offsets) in enumerate(zip(traced, placed, strict=True)):
             file = passes.weights_file(part_suffix(index, num_parts))
@@ -186,6 +189,17 @@ def _write_graphs(directory: Path, spec: GraphSpec, weights: Checkpoint) -> dict
             for index, name in enumerate(spec.graphs)
         },
     }
+
+
+def _advise_parts(sizes: list[int]) -> None:
+    """Say, before hours of other stages, that no device would load a part's weights (``sizes``: float32, bytes)."""
+    largest = max(sizes) // 2
+    if largest > LIMIT_BYTES:
+        parts = len(sizes) * math.ceil(largest / LIMIT_BYTES)
+        console.info(
+            f"a part's weights take {largest / 1e9:.2f} GB in fp16, and devices are said to take 2 GB a binary: "
+            f"export with --parts {parts} or more, unless they will be quantized"
+        )
 
 
 def _trace(part: Part, weights: Checkpoint) -> _Traced:
@@ -235,7 +249,7 @@ def _check_shapes(config: ExportConfig, model: ModelConfig, checkpoint: Path) ->
         raise UserError(
             f"the shorter contexts are {shorter} with a context_length of {config.context_length}",
             where="--shorter-contexts",
-            fix=f"give lengths between prefill_tokens ({config.prefill_tokens}) and context_length, ascending",
+            fix=f"give lengths of more than {config.prefill_tokens} and less than {config.context_length}, ascending",
         )
     if config.verify_tokens < 2:
         raise UserError(

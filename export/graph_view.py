@@ -161,15 +161,13 @@ def load(path: Path) -> GraphView:
     Raises:
         UserError: not an ONNX file.
     """
+    model = read_model(path)
     try:
-        model = onnx.load(path, load_external_data=False)
         readable = model.HasField("graph") and _names_are_text(model.graph)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=path, fix="check the path") from None
-    except (DecodeError, onnx.checker.ValidationError, ValueError):
+    except ValueError:  # bytes that are no text
         readable = False
     if not readable:
-        raise UserError("this is not an ONNX model", where=path, fix="give an .onnx file, whole as it was written")
+        raise _no_model(path)
     bare = _without_data(model)
     problem = None
     try:
@@ -182,6 +180,24 @@ def load(path: Path) -> GraphView:
     for value in _values(inferred.graph):
         types.setdefault(value.name, type_of_value(value))
     return GraphView(path=path, model=model, types=types, problem=problem)
+
+
+def read_model(path: Path) -> ModelProto:
+    """Parse an ONNX file, whatever its name ends with, without its external data.
+
+    Raises:
+        UserError: it cannot be read, or is no ONNX file.
+    """
+    try:
+        return onnx.load(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=path, fix="check the path") from None
+    except (DecodeError, ValueError):
+        raise _no_model(path) from None
+
+
+def _no_model(path: Path) -> UserError:
+    return UserError("this is not an ONNX model", where=path, fix="give an .onnx file, whole as it was written")
 
 
 def _names_are_text(graph: GraphProto) -> bool:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-from google.protobuf.message import DecodeError
 from onnx.external_data_helper import ExternalDataInfo
 
+from export.graph_view import read_model
 from export.inputs import open_directory
 from meki_edge import graph_spec
 from meki_edge.errors import UserError
@@ -179,7 +178,7 @@ def external_files(path: Path) -> list[str]:
         UserError: not an ONNX file, or weights outside its directory.
     """
     names = dict.fromkeys(
-        ExternalDataInfo(tensor).location for tensor in _load(path).graph.initializer if tensor.external_data
+        ExternalDataInfo(tensor).location for tensor in read_model(path).graph.initializer if tensor.external_data
     )
     for name in names:
         if os.path.basename(name) != name:
@@ -188,19 +187,11 @@ def external_files(path: Path) -> list[str]:
 
 
 def _context_binary(path: Path) -> str:
-    for node in _load(path).graph.node:
+    for node in read_model(path).graph.node:
         for attribute in node.attribute:
             if attribute.name == "ep_cache_context":
                 return attribute.s.decode(errors="replace")
     raise UserError("the ONNX file wraps no NPU binary", where=path, fix="run `meki-edge compile` again")
-
-
-def _load(path: Path) -> onnx.ModelProto:
-    try:
-        return onnx.load(path, load_external_data=False)
-    except (OSError, DecodeError) as error:
-        fix = "run the stage that wrote it with --force"
-        raise UserError(f"the ONNX file cannot be read ({type(error).__name__})", where=path, fix=fix) from None
 
 
 def _recorded(directory: Path, found: Manifest, name: str) -> str:

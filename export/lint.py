@@ -35,15 +35,17 @@ def lint(path: Path, *, target: Chip | None = None) -> list[Finding]:
         target: the chip to compile for. No rule depends on it so far: the compiler's verdicts on the
             corpus of the tests are the same for every chip of :mod:`export.targets`.
 
+    A file of a directory that cannot be read is a finding, and the others are looked at all the same.
+
     Raises:
-        UserError: nothing to lint there, or a file that is no ONNX model or no spec.
+        UserError: nothing to lint there, no spec in ``graph_spec.json``, or a single file that is no ONNX model.
     """
     looked_at: set[tuple[str, ...]] = set()  # weights that prefill and decode share are read once
     if path.is_dir() and (path / graph_spec.FILE_NAME).is_file():
         spec_path = path / graph_spec.FILE_NAME
         spec = GraphSpec.from_json(read_json(spec_path), spec_path)
         parts = [part for graph in spec.graphs.values() for part in graph.parts]
-        findings = [finding for part in parts for finding in _part(path / part.file, part, looked_at)]
+        findings = [finding for part in parts for finding in _of_directory(path / part.file, part, looked_at)]
         findings += lint_spec.vocabulary(path, spec)
     else:
         files = sorted(path.glob("*.onnx")) if path.is_dir() else [path]
@@ -51,13 +53,22 @@ def lint(path: Path, *, target: Chip | None = None) -> list[Finding]:
             raise UserError(
                 "there is no graph here", where=path, fix="give an .onnx file, or a directory of `meki-edge export`"
             )
-        findings = [finding for file in files for finding in _part(file, None, looked_at)]
+        look = _of_directory if path.is_dir() else _part
+        findings = [finding for file in files for finding in look(file, None, looked_at)]
     return sorted(findings, key=lambda finding: finding.severity != ERROR)
 
 
 def errors(findings: list[Finding]) -> list[Finding]:
     """The findings that make a job fail."""
     return [finding for finding in findings if finding.severity == ERROR]
+
+
+def _of_directory(path: Path, part: Part | None, looked_at: set[tuple[str, ...]]) -> Iterator[Finding]:
+    """As :func:`_part`, but a file that is no graph is a finding."""
+    try:
+        yield from _part(path, part, looked_at)
+    except UserError as error:
+        yield _whole_file(path, "invalid-graph", error.what, "export the graph again")
 
 
 def _part(path: Path, part: Part | None, looked_at: set[tuple[str, ...]]) -> Iterator[Finding]:

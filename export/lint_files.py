@@ -18,6 +18,7 @@ FLOAT16_MAX = 65_504.0
 BLOCK_ELEMENTS = 1 << 22
 COMPILED_BITS = {"float32": 16, "float64": 16}  # the NPU computes in float16
 SUFFIX = ".data"
+MAX_DIGITS = 19  # of a size in bytes
 
 
 def compiled_bytes(view: GraphView) -> int:
@@ -112,7 +113,7 @@ def _extent(directory: Path, tensor: TensorProto) -> str | None:
     """What is wrong with the place that an external tensor names, if its file is there."""
     place = _place(tensor)
     offset, length = place.get("offset", "0"), place.get("length", str(_stored_bytes(tensor)))
-    if not (offset.isdecimal() and length.isdecimal()):
+    if not all(text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS for text in (offset, length)):
         return "the weight's offset or length is no number"
     if int(length) != _stored_bytes(tensor):
         return f"the weight has {length} bytes in its file, {_stored_bytes(tensor)} by its shape and type"

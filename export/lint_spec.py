@@ -83,19 +83,31 @@ def vocabulary(directory: Path, spec: GraphSpec) -> Iterator[Finding]:
     digest = None
     if tokenizer.is_file():
         digest = sha256_file(tokenizer)
-        ids = read_tokenizer(tokenizer).get_vocab(with_added_tokens=True).values()
-        if max(ids, default=-1) >= spec.vocab_size:
-            what = f"the tokenizer has ids up to {max(ids)}, the vocabulary {spec.vocab_size} tokens"
-            yield found(tokenizer, what=what, fix="take the tokenizer.json that the model was trained with")
+        yield from _tokenizer(tokenizer, spec)
     else:
         yield _finding(tokenizer, "missing-file", "there is no tokenizer.json", "export the model again")
-    if spec.eos_token_id is not None and not 0 <= spec.eos_token_id < spec.vocab_size:
-        yield found(directory, what=f"eos_token_id is {spec.eos_token_id}, the vocabulary has {spec.vocab_size} tokens")
     yield from _row_file(directory / spec.embedding.file, spec.embedding, spec, digest)
     for rom in spec.roms:
-        path = _find_rom(directory, rom)
+        try:
+            path = _find_rom(directory, rom)
+        except UserError as error:  # a manifest that is damaged
+            what = f"where {rom.file} lies is not known: {error.what}"
+            yield _finding(Path(error.where), "row-file", what, error.fix)
+            return
         if path is not None:
             yield from _row_file(path, rom, spec, digest)
+
+
+def _tokenizer(path: Path, spec: GraphSpec) -> Iterator[Finding]:
+    fix = "take the tokenizer.json that the model was trained with"
+    try:
+        ids = read_tokenizer(path).get_vocab(with_added_tokens=True).values()
+    except UserError as error:
+        yield _finding(path, "vocabulary-mismatch", error.what, fix)
+        return
+    if max(ids, default=-1) >= spec.vocab_size:
+        what = f"the tokenizer has ids up to {max(ids)}, the vocabulary {spec.vocab_size} tokens"
+        yield _finding(path, "vocabulary-mismatch", what, fix)
 
 
 def _find_rom(directory: Path, rom: RowFile) -> Path | None:

@@ -170,14 +170,24 @@ class _Compilation:
     def compile_alone(self, graph: str, index: int) -> dict[str, Any]:
         """One part of one graph; where binaries are shared, only for the simulator."""
         model = self._model(graph, index)
-        out = self.directory / UNSHARED if self.share else self.directory
-        return _named(model.stem, self.jobs.compile([model], out, model.stem))
+        if self.share:
+            return _named(model.stem, self.jobs.compile([model], self.directory / UNSHARED, model.stem))
+        return self._compile_shipped([model], model.stem)
 
     def compile_shared(self, index: int) -> dict[str, Any]:
         """A part of all graphs."""
         models = [self._model(graph, index) for graph in self.graphs]
-        name = f"model{self._suffix(index)}"
-        return _named(name, self.jobs.compile(models, self.directory, name))
+        return self._compile_shipped(models, f"model{self._suffix(index)}")
+
+    def _compile_shipped(self, models: list[Path], name: str) -> dict[str, Any]:
+        """Into a binary that a device loads: its real size is known now."""
+        result = self.jobs.compile(models, self.directory, name)
+        if result["binary_bytes"] > LIMIT_BYTES:
+            what = f"the binary takes {result['binary_bytes'] / 1e9:.2f} GB; devices are said to take 2 GB a binary"
+            parts = self.num_parts * math.ceil(result["binary_bytes"] / LIMIT_BYTES)
+            fix = f"export again with --parts {parts} or more, or quantize further with `meki-edge calibrate`"
+            raise UserError(what, where=self.directory / f"{name}_qnn.bin", fix=fix)
+        return _named(name, result)
 
     def simulate(self, roms: list[Path], shards: TokenShards, steps: int) -> dict[str, Any]:
         """Compare the simulator with ONNX Runtime; a binary that computes something else is an error."""

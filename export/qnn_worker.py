@@ -88,7 +88,7 @@ def npu_sessions(compiled: Path, graph: Graph, soc_model: int, optimization_leve
 
 def computes_in_float(model: Path) -> bool:
     """Whether a matrix product takes activations that no DequantizeLinear gives."""
-    graph = onnx.load(model, load_external_data=False).graph
+    graph = onnx.load(model, format="protobuf", load_external_data=False).graph
     made_by = {name: node.op_type for node in graph.node for name in node.output}
     products = [node for node in graph.node if node.op_type in ("MatMul", "Gemm")]
     return any(made_by.get(node.input[0]) != "DequantizeLinear" for node in products)
@@ -128,7 +128,7 @@ def compile_graphs(
 
 def _sdk_version(wrapper: Path, binary: str) -> str:
     """QNN's version, of a wrapper that must hold nothing but a reference to ``binary``."""
-    nodes = onnx.load(wrapper, load_external_data=False).graph.node
+    nodes = onnx.load(wrapper, format="protobuf", load_external_data=False).graph.node
     if [node.op_type for node in nodes] != ["EPContext"]:
         outside = ", ".join(sorted({node.op_type for node in nodes} - {"EPContext"})) or "several contexts"
         raise RuntimeError(f"the graph is not one NPU context: {outside} would run elsewhere")

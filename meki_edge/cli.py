@@ -18,6 +18,7 @@ from meki_edge.files import STORAGE_ERRORS
 
 INTERRUPTED = 130
 PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
+PATH_ERRORS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
 
 app = typer.Typer(
     name="meki-edge",
@@ -79,13 +80,14 @@ def main() -> None:
         console.show_error(UserError("not enough memory", where="this machine", fix=fix))
         sys.exit(1)
     except OSError as error:
-        if error.errno not in STORAGE_ERRORS | PERMISSION_ERRORS:
+        if error.errno in PERMISSION_ERRORS:
+            fix = "check the permissions, or choose another --output-dir"
+        elif error.errno in PATH_ERRORS:
+            fix = "check the path"
+        elif error.errno in STORAGE_ERRORS:
+            fix = "free some space or choose another --output-dir, then run the command again"
+        else:
             raise
-        fix = (
-            "check the permissions, or choose another --output-dir"
-            if error.errno in PERMISSION_ERRORS
-            else "free some space or choose another --output-dir, then run the command again"
-        )
         console.show_error(UserError(str(error.strerror), where=error.filename or "the output directory", fix=fix))
         sys.exit(1)
 

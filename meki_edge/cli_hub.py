@@ -83,7 +83,7 @@ def _flow(step: str, text: str) -> Callable[..., None]:
             step=step,
             target_runtime=target_runtime,
             infer_steps=infer_steps,
-            prompt_lengths=tuple(sorted(set(parse_lengths(prompt_lengths, "--prompt-lengths")))),
+            prompt_lengths=tuple(sorted(set(parse_lengths(prompt_lengths, "--prompt-lengths", "128,512")))),
             profiler_iterations=iterations,
             qairt_version=qairt_version,
         )

@@ -19,12 +19,14 @@ from meki_edge.options import (
     Tokens,
     parse_lengths,
     parse_memory_options,
+    refuse,
 )
 
 SHOWN_LAYERS = 3
 
 
 def calibrate(
+    context: typer.Context,
     exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
     checkpoint: Checkpoint,
     tokens: Tokens,
@@ -33,7 +35,9 @@ def calibrate(
         str, typer.Option(help="fp16, w8a16, w8a8, w4a16, w4a16-block32, w4a16-block64 or w4fp16.")
     ] = "w8a16",
     samples: Annotated[int, typer.Option(min=1, help="Windows of training text that are observed.")] = 64,
-    window_length: Annotated[int, typer.Option(min=2, help="Tokens a window (at most the context).")] = 512,
+    window_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens a window (default: 512, or the context where that is shorter).")
+    ] = None,
     decode_steps: Annotated[int, typer.Option(min=0, help="Last tokens of a window, which are decoded one by one.")] = 2,
     method: Annotated[str, typer.Option(help="How ranges follow from what was seen: minmax, percentile or mse.")] = "minmax",
     percentile: Annotated[float, typer.Option(help="With percentile: share of the values kept, in percent.")] = 99.99,
@@ -63,6 +67,8 @@ def calibrate(
     from calibration.config import CalibrateConfig
     from calibration.stage import calibrate as stage
 
+    if method != "percentile":
+        refuse(context, ["percentile"], f"a percentile, but the method is {method}", "add --method percentile")
     config = CalibrateConfig(
         precision=precision,
         samples=samples,
@@ -132,13 +138,16 @@ def _few(names: list[str]) -> str:
 
 
 def bounds(
+    context: typer.Context,
     directories: Annotated[
         list[Path] | None, typer.Argument(help="Outputs of `meki-edge export`, the baseline first; or none, with --preset.")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="A shape by name: demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = None,
     memory: Annotated[str, typer.Option(help="With --preset: the memory that stands beside the dense model.")] = "meki",
     memory_option: MemoryOption = None,
-    vocab_size: Annotated[int, typer.Option(min=1, max=2**22, help="With --preset: rows of the vocabulary.")] = 151_936,
+    vocab_size: Annotated[
+        int, typer.Option(min=1, max=2**22, help="With --preset: rows of the vocabulary (the default is Qwen3's, for demo too).")
+    ] = 151_936,
     chipset: Annotated[str, typer.Option(help="Such as sm8750, or 'Snapdragon 8 Elite'.")] = "sm8750",
     context_lengths: Annotated[str, typer.Option(help="Slots of the KV cache, such as 1024,4096.")] = "1024,4096,10240",
     precision: Annotated[
@@ -158,9 +167,14 @@ def bounds(
 
     if (preset is None) != bool(directories):
         raise UserError("the model must come from one place", where="bounds", fix="give directories, or --preset")
+    if preset is None:
+        what = "this goes with --preset: the model of a directory is as it was exported"
+        refuse(context, ["memory", "memory_option", "vocab_size"], what, "leave it out, or give --preset instead")
     _choice(precision, tuple(PRECISIONS), "--precision")
     _choice(kv_dtype, KV_DTYPES, "--kv-dtype")
-    target, lengths = chip(chipset), parse_lengths(context_lengths, "--context-lengths")
+    if plot is not None:
+        bounds_report.check_plot(plot)
+    target, lengths = chip(chipset), parse_lengths(context_lengths, "--context-lengths", "1024,4096")
     rows: list[dict[str, Any]] = []
     if preset is not None:
         cache = kv_dtype or "float16"

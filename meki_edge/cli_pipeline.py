@@ -37,6 +37,7 @@ from meki_edge.options import (
     parse_lengths,
     parse_memory_options,
     parse_moe,
+    refuse,
 )
 
 
@@ -45,6 +46,11 @@ class Via(StrEnum):
 
     local = "local"
     hub = "hub"
+
+
+LOCAL_OPTIONS = ("chipset", "optimization_level", "share_weights", "optional")
+HUB_OPTIONS = ("device", "qairt_version", "hub_profile", "ledger", "timeout", "poll_seconds", "resubmit")
+"""Of `compile`, which mean something for one of the two alone."""
 
 
 def tokenize(
@@ -205,7 +211,7 @@ def export(
 
     config = ExportConfig(
         context_length=context_length,
-        shorter_contexts=() if shorter_contexts is None else parse_lengths(shorter_contexts, "--shorter-contexts"),
+        shorter_contexts=() if shorter_contexts is None else parse_lengths(shorter_contexts, "--shorter-contexts", "256,512"),
         prefill_tokens=prefill_tokens,
         verify_tokens=verify_tokens,
         parts=parts,
@@ -217,6 +223,7 @@ def export(
 
 
 def compile_(
+    context: typer.Context,
     exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
     checkpoint: Checkpoint,
     tokens: Tokens,
@@ -244,13 +251,13 @@ def compile_(
         if device is None:
             fix = "name one that `meki-edge hub devices` lists"
             raise UserError("AI Hub compiles for a device, and none is given", where="--device", fix=fix)
+        refuse(context, LOCAL_OPTIONS, "AI Hub's compiler does not take this", "leave it out: --device says all")
         hub_config = HubCompileConfig(device=device, verify_steps=verify_steps, qairt_version=qairt_version)
         access = cli_hub.open_access(hub_profile, ledger, timeout, poll_seconds, resubmit)
         made = compile_hub(exported, checkpoint, tokens, output_dir, hub_config, access, force=force)
         _show(made, output_dir, as_json)
         return
-    if device is not None:
-        raise UserError("a device of AI Hub is given", where="--device", fix="say --via hub, or name a --chipset instead")
+    refuse(context, HUB_OPTIONS, "an option of AI Hub is given", "say --via hub, or leave it out (a --chipset is local)")
     from export.qnn_local import CompileConfig, compile_local, qnn_available
 
     if optional and not qnn_available():

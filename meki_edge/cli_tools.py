@@ -11,16 +11,19 @@ import typer
 from meki_edge import console
 from meki_edge.device.phone_facts import TARGET
 from meki_edge.errors import UserError
-from meki_edge.options import Compute, Json, Place, RowIo, Serial, Target, Threads, VerifyRows
+from meki_edge.options import Compute, Json, Place, RowIo, Serial, Target, Threads, VerifyRows, refuse
 
 if TYPE_CHECKING:
+    from meki_edge.published_costs import Comparison
     from meki_edge.reparam_check import FoldCheck
+    from meki_edge.rom.inspect import Scan
 
 SHOWN = 20
 """Mismatches that `verify` prints of a file."""
 
 
 def generate(
+    context: typer.Context,
     bundle: Annotated[Path, typer.Argument(help="Output of `meki-edge pack`.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_new_tokens: Annotated[
@@ -50,8 +53,9 @@ def generate(
         from meki_edge.device.phone_runner import PhoneRunner
 
         run_json = PhoneRunner(adb.find().device(serial), sideload.layout(target), npu=compute is Compute.npu).run_json
-    elif serial is not None or compute is not Compute.cpu:
-        raise UserError("options of a phone, but the text is generated on this machine", where="--on", fix="add --on adb")
+    else:
+        what = "an option of a phone, but the text is generated on this machine"
+        refuse(context, ["serial", "target", "compute"], what, "add --on adb, or leave it out")
 
     config = GenerateConfig(
         max_new_tokens=max_new_tokens,
@@ -165,6 +169,7 @@ def inspect(
 
 
 def verify(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A stage's directory, or a ROM file.")],
     checkpoint: Annotated[
         Path | None, typer.Option(help="The trained checkpoint of the ROM file: fold a sample of rows again and compare.")
@@ -174,9 +179,11 @@ def verify(
 ) -> None:
     """Check a directory against its manifest, every row of its ROM file, and where the rows come from."""
     from meki_edge import manifest
-    from meki_edge.rom.inspect import describe
-    from meki_edge.rom.inspect import verify as verify_rom
+    from meki_edge.rom.codec import DAMAGED
+    from meki_edge.rom.inspect import describe, scan
 
+    if checkpoint is None:
+        refuse(context, ["all_rows"], "there is no checkpoint to fold rows of", "add --checkpoint, or leave it out")
     if path.is_dir():
         made = manifest.load(path)
         with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
@@ -186,29 +193,48 @@ def verify(
         embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
     else:
         roms, embeddings = [path], []
-    rows: dict[str, int] = {}
+    scans: dict[str, Scan] = {}
     for rom in [*roms, *embeddings]:
         with console.progress() as bar:
             task = bar.add_task(rom.name, total=describe(rom)["num_rows"])
-            rows[rom.name] = verify_rom(rom, advance=lambda count, task=task: bar.advance(task, count))
+            scans[rom.name] = scan(rom, advance=lambda count, task=task: bar.advance(task, count))
+    damaged = {name: found for name, found in scans.items() if found.damaged}
     folds: dict[str, FoldCheck] = {}
-    if checkpoint is not None:
+    if checkpoint is not None and not damaged:
         from meki_edge.reparam_check import check_folds
 
         folds = check_folds(roms, checkpoint, all_rows=all_rows)
     if as_json:
         folded = {name: dataclasses.asdict(fold) for name, fold in folds.items()}
-        console.show_json({"well_formed_rows": rows, **({"folds": folded} if folded else {})})
+        console.show_json(
+            {
+                "well_formed_rows": {name: found.rows - found.damaged for name, found in scans.items()},
+                "damaged_rows": {name: {"count": s.damaged, "first": s.first} for name, s in damaged.items()},
+                **({"folds": folded} if folded else {}),
+            }
+        )
     else:
-        for name, count in rows.items():
-            console.stdout.print(f"{name}: {count} rows are well-formed", markup=False)
+        _show_scans(scans)
         _show_folds(folds)
+    if damaged:
+        counts = ", ".join(f"{found.damaged} of {found.rows} rows of {name}" for name, found in damaged.items())
+        raise UserError(f"damaged: {counts}", where=path, fix=DAMAGED)
     if wrong := [name for name, fold in folds.items() if fold.mismatches]:
         raise UserError(
             f"rows of {', '.join(wrong)} are not what the checkpoint folds to",
             where=path,
             fix="fold the checkpoint again with `meki-edge reparam`",
         )
+
+
+def _show_scans(scans: dict[str, Scan]) -> None:
+    """One line a file, after the first damaged rows."""
+    for name, found in scans.items():
+        lines = [f"{name}: {what}" for what in found.first]
+        if found.damaged > len(found.first):
+            lines.append(f"{name}: … and {found.damaged - len(found.first)} more damaged rows")
+        for line in [*lines, f"{name}: {found.rows - found.damaged} rows are well-formed"]:
+            console.stdout.print(line, markup=False)
 
 
 def _show_folds(folds: dict[str, FoldCheck]) -> None:

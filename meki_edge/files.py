@@ -68,10 +68,12 @@ def read_json(path: Path) -> Any:
     """Parse the JSON file ``path``; a missing or broken file is a :class:`UserError`."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError("the file does not exist", where=path, fix="check the path") from None
     except IsADirectoryError:
         raise UserError("this is a directory, not a JSON file", where=path, fix="name a file") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=path, fix="check the path") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
 

@@ -38,9 +38,13 @@ from os import PathLike
 from typing import Any
 
 from meki_edge import config
+from meki_edge.errors import UserError
 
 SCHEMA = 3
 FILE_NAME = "graph_spec.json"
+AGAIN = "run `meki-edge export` again"
+LEAST_MASK, LARGEST_MASK = -65504.0, -50.0
+"""Of ``mask_value``: e⁻⁵⁰ is nothing beside any real score, and float16 holds the other end."""
 
 
 HIDDEN = "hidden"
@@ -208,5 +212,27 @@ class GraphSpec:
 
     @classmethod
     def from_json(cls, values: Any, where: str | PathLike[str]) -> GraphSpec:
-        """Parse strictly; see :func:`meki_edge.config.from_dict`."""
-        return config.from_dict(cls, values, where)
+        """Parse strictly; see :func:`meki_edge.config.from_dict`.
+
+        Raises:
+            UserError: another schema, an unknown or missing key, a value of the wrong type; a mask that hides
+                nothing, an end-of-text token outside the vocabulary, or a file that lies elsewhere.
+        """
+        if isinstance(values, dict) and values.get("schema", SCHEMA) != SCHEMA:
+            what = f"{FILE_NAME} is of schema {values['schema']!r}, this version reads {SCHEMA}"
+            raise UserError(what, where=where, fix=AGAIN)
+        spec = config.from_dict(cls, values, where)
+        spec._check(where)
+        return spec
+
+    def _check(self, where: str | PathLike[str]) -> None:
+        if not LEAST_MASK <= self.mask_value <= LARGEST_MASK:
+            what = f"mask_value is {self.mask_value}, not a number from {LEAST_MASK:g} to {LARGEST_MASK:g}"
+            raise UserError(what, where=where, fix=AGAIN)
+        if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
+            what = f"eos_token_id is {self.eos_token_id}, the vocabulary has {self.vocab_size} tokens"
+            raise UserError(what, where=where, fix=AGAIN)
+        parts = [part.file for graph in self.graphs.values() for part in graph.parts]
+        for name in (*parts, self.embedding.file, *(rom.file for rom in self.roms)):
+            if name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):
+                raise UserError(f"{name!r} is not the name of a file beside {FILE_NAME}", where=where, fix=AGAIN)

@@ -237,7 +237,7 @@ class StageOutput:
         elif (self.partial / FINGERPRINT).is_file():
             self._refuse_if_different(read_json(self.partial / FINGERPRINT), "unfinished work")
             return
-        self.partial.mkdir(parents=True, exist_ok=True)
+        self._make_partial()
         self._take_lock()
         write_json(self.partial / FINGERPRINT, self._identity())
 
@@ -257,6 +257,13 @@ class StageOutput:
                     where=self.directory,
                     fix="choose a new or empty directory with --output-dir",
                 )
+
+    def _make_partial(self) -> None:
+        try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError) as error:  # a file is in the way
+            what = f"the output directory cannot be made: {error.strerror}"
+            raise UserError(what, where=self.directory, fix="choose another --output-dir") from None
 
     def _take_lock(self) -> None:
         """One process at a time works in ``partial``; the lock ends with the process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from meki_edge.errors import UserError
 
 MAX_LENGTH = 2**24
 MAX_LAYER = 9_999
+MAX_EXPERTS = 2**20
 
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Directory to write, with a manifest.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what another configuration left in the output directory.")]
@@ -60,6 +62,12 @@ class OutputFormat(StrEnum):
     csv = "csv"
 
 
+def parse_number(text: str, most: int) -> int | None:
+    """A whole number from 0 to ``most`` in the digits 0 to 9 alone; None if ``text`` is none."""
+    plain = text.isascii() and text.isdecimal() and len(text) <= len(str(most))
+    return int(text) if plain and int(text) <= most else None
+
+
 def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
     """``"0,2-5"`` → (0, 2, 3, 4, 5).
 
@@ -69,23 +77,30 @@ def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
     layers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        valid = first.isdecimal() and (last.isdecimal() if dash else True)
-        if not valid or not int(first) <= int(last or first) <= MAX_LAYER:
+        start, stop = parse_number(first, MAX_LAYER), parse_number(last if dash else first, MAX_LAYER)
+        if start is None or stop is None or start > stop:
             raise UserError(f"{text!r} is not a list of layers", where=option, fix="write it as 0,2-5")
-        layers.extend(range(int(first), int(last or first) + 1))
+        layers.extend(range(start, stop + 1))
     return tuple(layers)
 
 
-def parse_lengths(text: str, option: str) -> tuple[int, ...]:
+def parse_lengths(text: str, option: str, example: str) -> tuple[int, ...]:
     """``"256,1024"`` → (256, 1024), of numbers of tokens.
+
+    Args:
+        example: a list that ``option`` may well take, for the error.
 
     Raises:
         UserError: not a list of positive numbers.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part) <= MAX_LENGTH for part in parts):
-        raise UserError(f"{text!r} is not a list of lengths", where=option, fix="write it as 1024,4096")
-    return tuple(map(int, parts))
+    lengths = []
+    for part in map(str.strip, text.split(",")):
+        if not (length := parse_number(part, MAX_LENGTH)):
+            wrong = f"{part!r} is no number of tokens from 1 to {MAX_LENGTH}" if part else "a number is missing"
+            fix = f"write it as {example}"
+            raise UserError(f"{text!r} is not a list of lengths: {wrong}", where=option, fix=fix)
+        lengths.append(length)
+    return tuple(lengths)
 
 
 def parse_memory_options(pairs: list[str] | None) -> dict[str, Any]:
@@ -105,15 +120,24 @@ def parse_moe(text: str) -> tuple[int, int]:
     Raises:
         UserError: not two positive numbers.
     """
-    experts, slash, active = text.partition("/")
-    if not (slash and experts.isdecimal() and active.isdecimal() and 0 < int(active) <= int(experts)):
+    experts, active = (parse_number(number, MAX_EXPERTS) for number in text.partition("/")[::2])
+    if experts is None or not active or active > experts:
         raise UserError(f"{text!r} is not EXPERTS/ACTIVE", where="--moe", fix="write it as 8/2")
-    return int(experts), int(active)
+    return experts, active
 
 
 def parse_curves(pairs: list[str] | None) -> dict[str, Path]:
     """``["meki=build/train"]`` → arm → directory."""
     return {name: Path(text) for name, text in (_pair(pair, "--curve") for pair in pairs or [])}
+
+
+def refuse(context: typer.Context, options: Iterable[str], what: str, fix: str) -> None:
+    """Raise a :class:`UserError` if one of ``options`` (parameters by name) was given, which would change nothing."""
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for option in options:
+        source = context.get_parameter_source(option)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(what, where=names[option], fix=fix)
 
 
 def _pair(pair: str, option: str) -> tuple[str, str]:
@@ -126,5 +150,5 @@ def _pair(pair: str, option: str) -> tuple[str, str]:
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a ValueError also for numbers of thousands of digits
         return text

@@ -38,6 +38,15 @@ class TokenShards:
         Raises:
             UserError: the validation split is too short for a single window.
         """
+        available = self.count_validation_windows(num_windows, length)
+        return self.validation[: available * length].reshape(available, length).astype(np.int64)
+
+    def count_validation_windows(self, num_windows: int, length: int) -> int:
+        """How many windows :meth:`validation_windows` gives.
+
+        Raises:
+            UserError: as there.
+        """
         available = min(num_windows, len(self.validation) // length)
         if available < 1:
             raise UserError(
@@ -45,7 +54,7 @@ class TokenShards:
                 where=self.directory / VALIDATION,
                 fix="tokenize more text, raise --validation-fraction, or shorten the windows",
             )
-        return self.validation[: available * length].reshape(available, length).astype(np.int64)
+        return available
 
 
 def open_shards(directory: Path) -> TokenShards:

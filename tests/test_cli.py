@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from tiny import TINY
 
+from meki_edge.errors import UserError
+from meki_edge.options import parse_layers, parse_lengths, parse_memory_options, parse_moe
+
 COMMAND = [sys.executable, "-m", "meki_edge.cli"]
 TRAIN = "--steps 2 --batch-size 2 --window-length 16 --warmup-steps 1 --precision fp32".split()
 
@@ -52,6 +55,44 @@ def test_bad_options_of_train(
     done = run("train", tokens_dir, "-o", tmp_path / "out", "--config", model_config, *TRAIN, *options, COLUMNS="200")
     assert done.returncode == code and what in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("-5", "'-5' is no number of tokens from 1"),
+        ("256,0", "'0' is no number"),
+        ("256,", "a number is missing"),
+        ("", "a number is missing"),
+        ("٢٥٦", "'٢٥٦' is no number"),
+        ("²", "'²' is no number"),
+        ("9" * 5000, "is no number"),
+        ("1k", "'1k' is no number"),
+    ],
+)
+def test_lengths_that_are_none(text: str, wrong: str) -> None:
+    assert parse_lengths("256, 1024", "--x", "256,512") == (256, 1024)
+    with pytest.raises(UserError) as caught:
+        parse_lengths(text, "--x", "256,512")
+    assert f"{text!r} is not a list of lengths: " in caught.value.what and wrong in caught.value.what
+    assert caught.value.fix == "write it as 256,512"
+
+
+@pytest.mark.parametrize(
+    "text", ["١", "0-٣", "1-", "-1", "1--2", "9" * 5000, "٨/٢", "8/²", f"{'9' * 5000}/2", "0/0", "8/"]
+)
+def test_other_numbers_take_plain_digits_too(text: str) -> None:
+    assert parse_layers("0, 2-4") == (0, 2, 3, 4) and parse_moe("8/2") == (8, 2)
+    with pytest.raises(UserError, match="is not a list of layers"):
+        parse_layers(text)
+    with pytest.raises(UserError, match="is not EXPERTS/ACTIVE"):
+        parse_moe(text)
+    assert parse_memory_options([f"memory_dim={'9' * 5000}"]) == {"memory_dim": "9" * 5000}
+
+
+def test_a_path_that_is_too_long() -> None:
+    done = run("inspect", "n" * 300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "File name too long" in done.stderr
 
 
 def test_an_error_says_what_where_and_what_to_do(tmp_path: Path) -> None:

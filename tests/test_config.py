@@ -8,7 +8,10 @@ import pytest
 from tiny import MEKI, TINY, tiny_config
 from transformers import Qwen3Config
 
+from export.layout import graph_spec
+from meki_edge.config import to_dict
 from meki_edge.errors import UserError
+from meki_edge.graph_spec import GraphSpec
 from meki_edge.model.config import parse, to_json
 
 
@@ -76,3 +79,55 @@ def test_a_missing_key_is_named() -> None:
     del values["head_dim"]
     with pytest.raises(UserError, match="'head_dim' is missing"):
         parse(values, "config.json")
+
+
+@pytest.fixture(scope="module")
+def spec() -> dict:
+    """``graph_spec.json`` of a model with a memory, in two contexts."""
+    shapes = {"context_length": 64, "prefill_tokens": 8, "shorter_contexts": (16,)}
+    return json.loads(json.dumps(to_dict(graph_spec(tiny_config(MEKI), eos_token_id=3, **shapes))))
+
+
+FILE = "is not the name of a file beside graph_spec.json"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what"),
+    [
+        ("schema", 1, "graph_spec.json is of schema 1, this version reads 3"),
+        ("schema", "3", "graph_spec.json is of schema '3', this version reads 3"),
+        ("schema", None, "graph_spec.json is of schema None, this version reads 3"),
+        ("mask_value", 0, "mask_value is 0.0, not a number from -65504 to -50"),
+        ("mask_value", 100.0, "mask_value is 100.0"),
+        ("mask_value", -49.9, "mask_value is -49.9"),
+        ("mask_value", float("nan"), "mask_value is nan"),
+        ("mask_value", float("-inf"), "mask_value is -inf"),
+        ("eos_token_id", 384, "eos_token_id is 384, the vocabulary has 384 tokens"),
+        ("eos_token_id", -1, "eos_token_id is -1, the vocabulary has 384 tokens"),
+        ("embedding.file", "../embedding.safetensors", f"'../embedding.safetensors' {FILE}"),
+        ("roms.0.file", "a/rom.safetensors", f"'a/rom.safetensors' {FILE}"),
+        ("roms.0.file", "/rom.safetensors", f"'/rom.safetensors' {FILE}"),
+        ("decode.parts.0.file", "..", f"'..' {FILE}"),
+        ("prefill.parts.0.file", "", f"'' {FILE}"),
+        ("shorter.0.decode.parts.0.file", "a\\b", f"{'a' + chr(92) + 'b'!r} {FILE}"),
+    ],
+)
+def test_a_graph_spec_that_no_reader_takes(spec: dict, path: str, value: object, what: str) -> None:
+    assert to_dict(GraphSpec.from_json(spec, "here")).keys() == spec.keys()
+    changed = json.loads(json.dumps(spec))
+    inner, *names = changed, *path.split(".")
+    for name in names[:-1]:
+        inner = inner[int(name) if isinstance(inner, list) else name]
+    inner[names[-1]] = value
+    with pytest.raises(UserError) as caught:
+        GraphSpec.from_json(changed, "here")
+    assert caught.value.what.startswith(what) and caught.value.fix == "run `meki-edge export` again"
+
+
+def test_another_schema_comes_before_all_else() -> None:
+    with pytest.raises(UserError, match="graph_spec.json is of schema 1, this version reads 3"):
+        GraphSpec.from_json({"schema": 1}, "here")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        GraphSpec.from_json([], "here")
+    with pytest.raises(UserError, match="the key 'schema' is missing"):
+        GraphSpec.from_json({}, "here")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import split_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from meki_edge import files, manifest
 from meki_edge.errors import UserError
 from meki_edge.generate import BROKEN, Detokenizer, GenerateConfig, generate
 from meki_edge.model.checkpoint import load_model
@@ -128,3 +129,15 @@ def test_an_edited_bundle_is_refused(bundles: dict[str, Path], tmp_path: Path) -
         file.truncate(5000)
     with pytest.raises(UserError, match="the file has 5000 bytes"):
         run(tmp_path / "bundle", PROMPT, GREEDY)
+
+
+def test_a_token_that_never_comes_ends_nothing(bundles: dict[str, Path], tmp_path: Path) -> None:
+    """An end-of-text token outside the vocabulary is found before anything runs."""
+    bundle = shutil.copytree(bundles["dense"], tmp_path / "bundle")
+    path = bundle / "graph_spec.json"
+    files.write_json(path, files.read_json(path) | {"eos_token_id": 99_999})
+    described = files.read_json(bundle / manifest.FILE_NAME)
+    described["files"][path.name] |= {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
+    files.write_json(bundle / manifest.FILE_NAME, described)
+    with pytest.raises(UserError, match="eos_token_id is 99999, the vocabulary has 384 tokens"):
+        generate(bundle, PROMPT, GREEDY, print, run_json=None)

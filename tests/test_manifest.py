@@ -156,3 +156,10 @@ def test_a_manifest_that_reaches_outside_its_directory_is_refused(tmp_path: Path
     with pytest.raises(UserError, match="outside"):
         run_stage(tmp_path / "out", {"times": 1}, source, force=True)
     assert source.exists()
+
+
+@pytest.mark.parametrize("place", ["file/out", "/proc/out"])
+def test_a_place_that_takes_no_directory(tmp_path: Path, source: Path, place: str) -> None:
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(UserError, match="the output directory cannot be made"):
+        run_stage(tmp_path / place, {"times": 2}, source)

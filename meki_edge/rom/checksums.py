@@ -26,6 +26,11 @@ def tensor_checksums(spec: RomSpec) -> np.ndarray:
     return np.array([zlib.crc32(array) for array in spec.addressing.tensors().values()], np.uint32)
 
 
+def wrong_rows(raw: np.ndarray, expected: np.ndarray, spec: RomSpec) -> np.ndarray:
+    """Which rows, uint8 ``[n, row_stride]``, are not those of the checksums uint32 ``[n]``: bool ``[n]``."""
+    return checksums_of(raw, spec.row_bytes) != expected
+
+
 def check_rows(
     raw: np.ndarray, expected: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | PathLike[str]
 ) -> None:
@@ -34,7 +39,7 @@ def check_rows(
     Raises:
         UserError: a row that is not as it was written; it is named.
     """
-    wrong = checksums_of(raw, spec.row_bytes) != expected
+    wrong = wrong_rows(raw, expected, spec)
     if wrong.any():
         raise UserError(f"row {ids[wrong][0]}: the checksum does not match", where=where, fix=DAMAGED)
 

@@ -15,6 +15,7 @@ Shapes: n rows, g groups of elements that share a scale.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from os import PathLike
 
 import numpy as np
@@ -25,6 +26,7 @@ from meki_edge.rom.spec import CODECS, Codec, RomSpec, Segment
 
 BLOCK_ELEMENTS = 1 << 16  # temporaries of this many float32 stay in a core's cache
 DAMAGED = "the file is damaged: copy it again or regenerate it with the command that made it"
+NOT_FINITE, BAD_SCALE = "an element is NaN or infinite", "a scale is negative, NaN or infinite"
 LARGEST_SCALE_BITS = 0x7BFF  # 65504, the largest finite float16; a set sign bit or NaN compares higher
 
 
@@ -60,10 +62,10 @@ def decode(raw: np.ndarray, dim: int, codec: Codec, quantization: Quantization |
         return np.multiply(centred.astype(np.float32), np.float32(quantization.scale))
     if codec.scale_group == 0:
         values = _floats(raw, codec)
-        _require(np.isfinite(values).all(axis=1), "an element is NaN or infinite")
+        _require(_are_finite(values), NOT_FINITE)
         return values
     scales, codes = _split(raw, dim, codec)
-    _require((scales.view("<u2") <= LARGEST_SCALE_BITS).all(axis=1), "a scale is negative, NaN or infinite")
+    _require(_are_scales(scales), BAD_SCALE)
     unpacked = _unpack(codes, dim) if codec.element_bits == 4 else codes.view(np.int8)
     return np.multiply(unpacked, _factors(scales, dim, codec), dtype=np.float32)
 
@@ -110,6 +112,18 @@ def decode_rows(raw: np.ndarray, spec: RomSpec, ids: np.ndarray, where: str | Pa
         values[:, column : column + segment.dim] = decoded
         column += segment.dim
     return values
+
+
+def faults(raw: np.ndarray, spec: RomSpec) -> Iterator[tuple[np.ndarray, str]]:
+    """What :func:`decode_rows` refuses of rows, uint8 ``[n, row_stride]``: which of them (bool ``[n]``), and why."""
+    for segment in spec.segments:
+        codec, stored = CODECS[segment.codec], _bytes_of(raw, segment)
+        if codec.is_static:
+            continue
+        if codec.scale_group == 0:
+            yield ~_are_finite(_floats(stored, codec)), f", {name_of(segment)}: {NOT_FINITE}"
+        else:
+            yield ~_are_scales(_split(stored, segment.dim, codec)[0]), f", {name_of(segment)}: {BAD_SCALE}"
 
 
 def half_steps(raw: np.ndarray, decoded: np.ndarray, segment: Segment, codec: Codec) -> np.ndarray:
@@ -271,6 +285,14 @@ def _bytes_of(raw: np.ndarray, segment: Segment) -> np.ndarray:
 def name_of(segment: Segment) -> str:
     """For people."""
     return "token embedding" if segment.layer < 0 else f"layer {segment.layer} memory {segment.memory}"
+
+
+def _are_finite(values: np.ndarray) -> np.ndarray:
+    return np.isfinite(values).all(axis=1)
+
+
+def _are_scales(scales: np.ndarray) -> np.ndarray:
+    return (scales.view("<u2") <= LARGEST_SCALE_BITS).all(axis=1)
 
 
 def _require(good: np.ndarray, what: str) -> None:

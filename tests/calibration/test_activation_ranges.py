@@ -12,7 +12,7 @@ import pytest
 from calibration.affine import Range
 from calibration.graphs import FloatGraphs
 from calibration.ranges import SHIFT, Observations, mse_range, observe, percentile_range
-from calibration.samples import windows
+from calibration.samples import gate_windows, training_windows
 from calibration.structure import Groups
 from export.onnx_decoder import OnnxDecoder
 from meki_edge import graph_spec, tokens
@@ -197,8 +197,22 @@ def test_broken_values_and_files(tmp_path: Path) -> None:
 
 def test_windows_are_spread_over_the_training_text(tokens_dir: Path) -> None:
     shards = tokens.open_shards(tokens_dir)
-    found = windows(shards, 5, 64)
-    assert found.shape == (5, 64) and found.dtype == np.int64
+    found = list(training_windows(shards, 5, 64))
+    assert np.stack(found).shape == (5, 64) and found[0].dtype == np.int64
     assert np.array_equal(found[0], shards.train[:64]) and np.array_equal(found[-1], shards.train[-64:])
     with pytest.raises(UserError, match="a calibration window needs"):
-        windows(shards, 1, len(shards.train) + 1)
+        training_windows(shards, 1, len(shards.train) + 1)
+    places = len(shards.train) - 63
+    most = training_windows(shards, places, 64)  # nothing is cut before it is asked for
+    assert len(most) == places and all(np.array_equal(most[n], shards.train[n:][:64]) for n in (0, 7, places - 1))
+    with pytest.raises(UserError, match=f"windows of 64 tokens start at {places} places") as caught:
+        training_windows(shards, 10**8, 64)
+    assert f"give at most {places}" in caught.value.fix
+
+
+def test_the_gates_windows_are_those_of_validation(tokens_dir: Path) -> None:
+    shards = tokens.open_shards(tokens_dir)
+    for count in (3, 10**9):
+        found = gate_windows(shards, count, 640)
+        assert np.array_equal(np.stack(list(found)), shards.validation_windows(count, 640))
+    assert len(found) == len(shards.validation) // 640

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from calibration import samples
 from calibration.config import CalibrateConfig
+from calibration.gate import Accuracy, limits
 from calibration.graphs import sessions
 from calibration.ranges import Observations
 from calibration.sensitivity import choose
@@ -243,7 +244,42 @@ def test_a_gate_that_is_not_passed(tmp_path: Path, base: Path, exported: Exporte
         run("out", max_perplexity_increase=-0.9)
 
 
-def test_sensitive_layers_are_kept_finer(tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path) -> None:
+def test_a_gate_that_sees_little_says_so(
+    tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, directory = exported["meki"]
+    short = tmp_path / "short"
+    shutil.copytree(tokens_dir, short)
+    _replace(short, tokens.VALIDATION, tokens.open_shards(tokens_dir).validation[:130])
+    config = CalibrateConfig(sensitivity=False, **{**QUICK, "gate_windows": 9}, **LENIENT)
+    made = calibrate(directory, checkpoint, short, tmp_path / "out", config)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the validation text has 3 windows of 40 tokens: the gate sees those, not 9" in told
+    assert "the gate sees 120 tokens, and fewer than 2,000 say little" in told
+    assert (made.metrics["gate_windows"], made.metrics["tokens"]) == (3, 120)
+    notes = read_json(tmp_path / "out/calibration_report.json")["notes"]
+    assert len(notes) == 3 and " ".join(notes[1:]) in told
+
+
+def test_a_perplexity_that_falls_is_no_proof() -> None:
+    """Exit codes are those of the limit alone; what is said is that chance met it."""
+
+    def found(perplexity: float, limit: float) -> tuple[bool, bool]:
+        accuracy = Accuracy(
+            tokens=9, float_perplexity=10.0, perplexity=perplexity, top1_agreement=1.0, decode_top1_agreement=1.0
+        )
+        first, second = limits(accuracy, max_perplexity_increase=limit, min_top1_agreement=0.5)
+        assert second.is_clear
+        return first.met, first.is_clear
+
+    assert found(10.5, 0.1) == found(9.5, 0.1) == found(9.95, 0.0) == (True, True)
+    assert found(8.9, 0.1) == found(9.8, 0.0) == (True, False)
+    assert found(11.5, 0.1) == (False, True)
+
+
+def test_sensitive_layers_are_kept_finer(
+    tmp_path: Path, base: Path, exported: Exported, tokens_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint, directory = exported["meki"]
 
     def run(out: str, **options: object) -> tuple[manifest.Manifest, list[dict]]:
@@ -262,29 +298,40 @@ def test_sensitive_layers_are_kept_finer(tmp_path: Path, base: Path, exported: E
     assert before < sum(unit["bytes"] for unit in units) <= before + extra
     assert [unit["scheme"] == "w8a16" for unit in units] == [index in (worst, 3) for index in range(4)]
     assert plain.metrics["weights_bytes"] < made.metrics["weights_bytes"]
+    assert "divergence_left" not in plain.metrics
+    assert min(losses) < made.metrics["divergence_left"] < sum(losses)
     made, units = run("target", max_divergence=0.0)
     assert all(unit["scheme"] == "w8a16" for unit in units) and made.metrics["units_raised"] == 3
     assert made.metrics["top1_agreement"] >= plain.metrics["top1_agreement"]
+    left = f"still sum to {made.metrics['divergence_left']:.3g} nats, wanted 0 (all that gains by it is raised already)"
+    assert left in " ".join(capsys.readouterr().err.split())
+    assert left in (tmp_path / "target/calibration_report.html").read_text(encoding="utf-8")
+    made, _ = run("both", max_divergence=0.0, budget_bytes=extra)
+    left = f"{made.metrics['divergence_left']:.3g} nats, wanted 0 (the budget is spent)"
+    assert left in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
-    ("budget", "target", "expected"),
+    ("budget", "target", "expected", "left"),
     [
-        (None, 0.0, {0, 1, 2}),
-        (None, 7.5, {2}),
-        (None, 4.5, {2, 1}),
-        (10, None, {2}),
-        (45, None, {2, 0}),
-        (0, None, set()),
-        (50, 4.0, {2, 0}),
-        (1000, 100.0, set()),
+        (None, 0.0, {0, 1, 2}, 2.5),
+        (None, 7.5, {2}, 7.5),
+        (None, 4.5, {2, 1}, 4.5),
+        (10, None, {2}, 7.5),
+        (45, None, {2, 0}, 5.5),
+        (0, None, set(), 11.5),
+        (50, 4.0, {2, 0}, 5.5),
+        (1000, 100.0, set(), 11.5),
     ],
 )
-def test_what_saves_most_a_byte_is_raised_first(budget: int | None, target: float | None, expected: set[int]) -> None:
+def test_what_saves_most_a_byte_is_raised_first(
+    budget: int | None, target: float | None, expected: set[int], left: float
+) -> None:
     """Saved: 2 nats for 35 bytes, 3 for 50, 4 for 10, and nothing (unit 3)."""
     losses, finer = {0: 2.5, 1: 3.5, 2: 4.5, 3: 1.0}, {0: 0.5, 1: 0.5, 2: 0.5, 3: 1.0}
     extra = {0: 35, 1: 50, 2: 10, 3: 0}
-    assert choose(losses, finer, extra, budget_bytes=budget, max_divergence=target) == expected
+    found = choose(losses, finer, extra, budget_bytes=budget, max_divergence=target)
+    assert (found.raised, found.divergence, found.is_best) == (expected, left, expected == {0, 1, 2})
 
 
 @pytest.mark.parametrize(
@@ -304,6 +351,11 @@ def test_what_saves_most_a_byte_is_raised_first(budget: int | None, target: floa
         ({"precision": "fp16", "budget_bytes": 10}, "nothing finer than fp16"),
         ({"precision": "w8a8", "budget_bytes": 10}, "takes no more bytes"),
         ({"budget_bytes": 10, "sensitivity": False}, "without measuring them"),
+        ({"window_length": 161}, "windows of 161 tokens do not fit the context of 160"),
+        ({"window_length": 8, "decode_steps": 8}, "8 decode steps leave nothing to prefill of windows of 8 tokens"),
+        ({"decode_steps": 160}, "160 decode steps leave nothing to prefill of windows of 160 tokens"),
+        ({"samples": 10**8}, "100000000 samples, but windows of 160 tokens start at"),
+        ({"gate_windows": 0}, "--gate-windows is 0"),
     ],
 )
 def test_options(tmp_path: Path, exported: Exported, tokens_dir: Path, options: dict, what: str) -> None:
@@ -323,7 +375,7 @@ def test_inputs_that_do_not_belong_together(tmp_path: Path, exported: Exported, 
     with pytest.raises(UserError, match="a calibration window needs 160"):
         short = tmp_path / "short"
         shutil.copytree(tokens_dir, short)
-        _replace_train(short, np.zeros(100, "<u2"))
+        _replace(short, tokens.TRAIN, np.zeros(100, "<u2"))
         calibrate(directory, checkpoint, short, tmp_path / "out", CalibrateConfig())
     from export.graph import ExportConfig, export
 
@@ -333,13 +385,13 @@ def test_inputs_that_do_not_belong_together(tmp_path: Path, exported: Exported, 
         calibrate(tmp_path / "half", exported["dense"][0], tokens_dir, tmp_path / "out", config)
 
 
-def _replace_train(directory: Path, ids: np.ndarray) -> None:
+def _replace(directory: Path, shard: str, ids: np.ndarray) -> None:
     old = manifest.load(directory)
     files = {name: entry.role for name, entry in old.files.items()}
     output = manifest.StageOutput(directory.with_name("made"), stage=old.stage, config={}, inputs={})
     for name in files:
         shutil.copyfile(directory / name, output.partial / name)
-    ids.tofile(output.partial / tokens.TRAIN)
+    ids.tofile(output.partial / shard)
     output.finish(roles=files, metrics=old.metrics)
     shutil.rmtree(directory)
     directory.with_name("made").rename(directory)
@@ -395,6 +447,8 @@ def test_the_command(tmp_path: Path, base: Path, exported: Exported, tokens_dir:
     def run(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*map(str, command), *more], capture_output=True, text=True)
 
+    other = run("--percentile", "99")
+    assert other.returncode == 1 and "a percentile, but the method is minmax" in other.stderr
     failed = run("--max-perplexity-increase", "-0.5")
     assert failed.returncode == 1 and "gate failed" in failed.stderr
     assert "top-1 agreement" in failed.stderr and failed.stdout == ""

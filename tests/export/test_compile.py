@@ -165,6 +165,32 @@ def test_a_part_that_devices_refuse(
     assert not list((tmp_path / "npu").rglob("*.bin"))
 
 
+@needs_qnn
+@pytest.mark.parametrize(("config", "name", "size"), [(CONFIG, "model", 2), (UNSHARED, "decode", 1)])
+def test_a_binary_that_devices_refuse(
+    tmp_path: Path,
+    tokens_dir: Path,
+    exported: Exported,
+    monkeypatch: pytest.MonkeyPatch,
+    config: CompileConfig,
+    name: str,
+    size: int,
+) -> None:
+    """Its weights are few enough; what the compiler made of them is not."""
+    checkpoint, directory = exported["dense"]
+
+    def compiled(jobs: Jobs, models: list[Path], out: Path, binary: str) -> dict:
+        return {"compile_seconds": 0, "qnn_sdk_version": "", "binary_bytes": len(models) * 1_500_000_000}
+
+    monkeypatch.setattr(Jobs, "compile", compiled)
+    monkeypatch.setattr(qnn_local, "LIMIT_BYTES", 2_000_000_000 if size == 2 else 1_400_000_000)
+    config = dataclasses.replace(config, verify_steps=0)
+    with pytest.raises(UserError, match=f"the binary takes {1.5 * size:.2f} GB; devices are said to take") as caught:
+        compile_local(directory, checkpoint, tokens_dir, tmp_path / "npu", config)
+    assert caught.value.where.endswith(f"{name}_qnn.bin") and "export again with --parts 2 or more" in caught.value.fix
+    assert not (tmp_path / "npu" / manifest.FILE_NAME).exists()
+
+
 def test_which_graphs_compute_in_float(tmp_path: Path, exported: Exported) -> None:
     pytest.importorskip("onnxruntime_qnn")
     from export.qnn_worker import computes_in_float

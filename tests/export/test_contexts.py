@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tiny import QUICK_CALIBRATION
+from tiny import QUICK_CALIBRATION, tiny_config, write_checkpoint
 
 from calibration.config import CalibrateConfig
 from calibration.stage import calibrate
@@ -142,6 +142,28 @@ def test_one_binary_a_part_and_the_simulator_checks_every_context(
     }
 
 
+def test_ten_thousand_tokens(tokens_dir: Path, tmp_path: Path) -> None:
+    """The paper's context: up to its last slot the graphs turn queries and keys as PyTorch does; then calibrated."""
+    length = 10_240
+    config = tiny_config(eos_token_id=0, num_hidden_layers=1, max_position_embeddings=length)
+    checkpoint = write_checkpoint(tmp_path / "trained", config, tokens_dir)
+    shapes = ExportConfig(context_length=length, prefill_tokens=512, verify_tokens=20)
+    export(checkpoint, tokens_dir, tmp_path / "export", shapes)
+    spec = spec_of(tmp_path / "export")
+    ids = open_shards(tokens_dir).validation_windows(1, length)[0]
+    with torch.inference_mode():
+        expected = load_model(checkpoint)(torch.from_numpy(ids)[None])[0].numpy()
+    found = logits(tmp_path / "export", checkpoint, spec, ids, length - 5)
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+    small = CalibrateConfig(samples=2, window_length=520, gate_windows=1, sensitivity=False, min_top1_agreement=0.9)
+    made = calibrate(tmp_path / "export", checkpoint, tokens_dir, tmp_path / "w8a16", small)
+    assert made.metrics["tokens"] == 520
+    if qnn_available():
+        fast = CompileConfig(verify_steps=0, optimization_level=1)
+        compiled = compile_local(tmp_path / "w8a16", checkpoint, tokens_dir, tmp_path / "npu", fast)
+        assert compiled.metrics["model_binary_bytes"] > 10_000
+
+
 @pytest.mark.parametrize("lengths", [(48, 24), (24, 24), (16, 48), (96,), (24, 200)])
 def test_lengths_that_do_not_fit(
     lengths: tuple[int, ...], mixed: tuple[Path, Path, Path], tokens_dir: Path, tmp_path: Path
@@ -149,4 +171,4 @@ def test_lengths_that_do_not_fit(
     config = dataclasses.replace(SHAPES, shorter_contexts=lengths)
     with pytest.raises(UserError, match=r"the shorter contexts are \[.*\] with a context_length of 96") as caught:
         export(mixed[1], tokens_dir, tmp_path / "out", config)
-    assert caught.value.fix == "give lengths between prefill_tokens (16) and context_length, ascending"
+    assert caught.value.fix == "give lengths of more than 16 and less than 96, ascending"

@@ -198,6 +198,15 @@ def test_the_plot_is_reproducible_and_says_what_it_is(tmp_path: Path) -> None:
         (["--preset", "demo", "--plot", "x.png"], "neither .svg nor .html"),
         (["--preset", "dmeo"], "unknown preset 'dmeo'"),
         (["nowhere"], "does not exist"),
+        ([__file__], "this is a file, not a directory"),
+        ([f"{__file__}/export"], "does not exist"),
+        (["--preset", "demo", "--plot", f"{__file__}/x.svg"], "does not exist"),
+        (["--preset", "demo", "--plot", "/nonexistent/x.svg"], "the folder '/nonexistent' does not exist"),
+        (["--preset", "demo", "--plot", "/proc/x.svg"], "/proc/x.svg cannot be written"),
+        (["nowhere", "--memory", "ple"], "goes with --preset"),
+        (["nowhere", "--vocab-size", "5"], "goes with --preset"),
+        (["nowhere", "--memory-option", "memory_dim=5"], "goes with --preset"),
+        (["--preset", "demo", "--context-lengths", "256,"], "'256,' is not a list of lengths: a number is missing"),
     ],
 )
 def test_errors(arguments: list[str], what: str) -> None:

@@ -210,7 +210,9 @@ def test_two_weight_files(directory: Path) -> None:
     assert finding.rule == "external-data-name" and "2 files: more.data, weights.data" in finding.what
 
 
-@pytest.mark.parametrize(("key", "value"), [("offset", "-1"), ("offset", "x"), ("length", "3")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("offset", "-1"), ("offset", "x"), ("offset", "٣"), ("offset", "9" * 5000), ("length", "3")]
+)
 def test_a_place_that_cannot_be(directory: Path, key: str, value: str) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         tensor = next(tensor for tensor in model.graph.initializer if tensor.external_data)
@@ -433,6 +435,42 @@ def test_damaged_files_give_no_traceback(directory: Path) -> None:
             assert error.what == "this is not an ONNX model"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "a.onnxtxt", "a.textproto", "a.onnxjson", "a.pb", "a"])
+def test_a_name_says_nothing_of_a_files_format(tmp_path: Path, directory: Path, name: str) -> None:
+    """Whatever a file is called, it is an ONNX model or it is not."""
+    model = graph(tmp_path, X, Y, "y = Relu(x)").rename(tmp_path / name)
+    assert lint(model) == []
+    for content in (b"{}", b"", (directory / "tokenizer.json").read_bytes()):
+        model.write_bytes(content)
+        with pytest.raises(UserError, match="this is not an ONNX model"):
+            lint(model)
+
+
+def test_what_cannot_be_read_is_a_finding_among_others(directory: Path, tmp_path: Path) -> None:
+    (directory / "tokenizer.json").write_text("{")
+    (directory / "decode.onnx").write_bytes(b"not a model")
+    inputs = lambda spec: spec["prefill"]["parts"][0]["inputs"]
+    edit_json(directory / "graph_spec.json", lambda spec: inputs(spec)[0].update(name="embeds"))
+    found = lint(directory)
+    told = {(Path(finding.where).name, finding.rule) for finding in found}
+    assert told >= {
+        ("tokenizer.json", "vocabulary-mismatch"),
+        ("decode.onnx", "invalid-graph"),
+        ("prefill.onnx", "spec-mismatch"),
+        ("embedding.safetensors", "tokenizer-mismatch"),
+    }
+    assert not any("--tokenizer" in finding.fix for finding in found)
+    (directory / "manifest.json").write_text("{")
+    (lost,) = [finding for finding in lint(directory) if finding.rule == "row-file"]
+    assert Path(lost.where).name == "manifest.json" and "rom.safetensors" in lost.what
+    loose = tmp_path / "loose"
+    (loose / "a.onnx").mkdir(parents=True)
+    (loose / "b.onnx").write_bytes(b"not a model")
+    graph(loose, "int64[1,4] x", "int64[1,4] y", "y = Add(x, x)")
+    told = [(Path(finding.where).name, finding.rule) for finding in lint(loose)]
+    assert told[:2] == [("a.onnx", "invalid-graph"), ("b.onnx", "invalid-graph")] and ("graph.onnx", "int64-io") in told
+
+
 def test_nothing_to_lint(tmp_path: Path, exported: Exported) -> None:
     with pytest.raises(UserError, match="there is no graph here"):
         lint(tmp_path)
@@ -440,6 +478,6 @@ def test_nothing_to_lint(tmp_path: Path, exported: Exported) -> None:
         lint(tmp_path / "none.onnx")
     (tmp_path / "broken.onnx").write_bytes(b"not a model")
     with pytest.raises(UserError, match="not an ONNX model"):
-        lint(tmp_path)
+        lint(tmp_path / "broken.onnx")
     with pytest.raises(UserError, match="unknown chip"):
         run(exported["dense"][1], "--chipset", "sm1")

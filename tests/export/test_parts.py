@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from export import graph as export_graph
 from export.graph import ExportConfig, export
 from export.layout import cut
 from export.onnx_decoder import OnnxDecoder, cpu_sessions, decoded, encoded
@@ -168,3 +169,18 @@ def test_integers_and_back(dtype: str, zero_point: int) -> None:
     wild = encoded(tensor, np.array([1e9, -1e9, 0, 0.037 * 2.5, 0.037 * 3.5], np.float32))
     assert wild[:3].tolist() == [limits.max, limits.min, zero_point]
     assert (wild[3:].astype(int) - zero_point).tolist() == [min(q, limits.max - zero_point) for q in (2, 4)]
+
+
+def test_export_advises_parts(
+    tmp_path: Path,
+    exported: dict[str, tuple[Path, Path]],
+    tokens_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size = manifest.load(exported["dense"][1]).metrics["largest_part_bytes"]
+    for limit, advised in ((size // 2, False), (size // 5, True)):
+        monkeypatch.setattr(export_graph, "LIMIT_BYTES", limit)
+        export(exported["dense"][0], tokens_dir, tmp_path / str(limit), SMALL)
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("in fp16, and devices are said to take 2 GB a binary: export with --parts 3" in said) is advised

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from meki_edge import cli
 from meki_edge.errors import UserError
 from meki_edge.files import sha256_file
 from meki_edge.rom import inspect
@@ -265,6 +267,76 @@ def test_verify_finds_dirty_padding(good: Path, tmp_path: Path, offset: int) -> 
     path = damaged(good, tmp_path / "rom.safetensors", 7, offset, b"\x01")
     with pytest.raises(UserError, match="row 7: the padding is not zero"):
         inspect.verify(path)
+
+
+def test_verify_goes_through_the_whole_file(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of three rows: each damaged row is told of once, the first ones by name and all in number."""
+    monkeypatch.setattr(inspect, "BLOCK_BYTES", 3 * 128)
+    path, nan = tmp_path / "rom.safetensors", struct.pack("<H", SCALES["nan"])
+    damaged(good, path, 2, 127, b"\x01")
+    for row in (4, 5, 11):
+        damaged(path, path, row, 14, nan)
+    damaged(path, path, 5, 122, b"\x01")  # padding too: the scale was told of
+    damaged(path, path, NUM_ROWS - 1, 0, nan)
+    scale = "a scale is negative, NaN or infinite"
+    told = (
+        "row 2: the padding is not zero",
+        *(f"row {row}, layer 1 memory 0: {scale}" for row in (4, 5, 11)),
+        f"row {NUM_ROWS - 1}, layer 0 memory 0: {scale}",
+    )
+    steps: list[int] = []
+    found = inspect.scan(path, steps.append)
+    assert (found.rows, found.damaged, found.first, sum(steps)) == (NUM_ROWS, 5, told, NUM_ROWS)
+    assert inspect.scan(good).damaged == 0
+    monkeypatch.setattr(inspect, "SHOWN", 2)
+    assert inspect.scan(path) == inspect.Scan(rows=NUM_ROWS, damaged=5, first=told[:2])
+    done = CliRunner().invoke(cli.app, ["verify", str(path)])
+    assert isinstance(done.exception, UserError)
+    assert done.exception.what == f"damaged: 5 of {NUM_ROWS} rows of {path.name}"
+    lines = [*told[:2], "… and 3 more damaged rows", f"{NUM_ROWS - 5} rows are well-formed"]
+    assert done.stdout.splitlines() == [f"{path.name}: {line}" for line in lines]
+    done = CliRunner().invoke(cli.app, ["verify", str(path), "--json"])
+    assert isinstance(done.exception, UserError)
+    assert json.loads(done.stdout) == {
+        "well_formed_rows": {path.name: NUM_ROWS - 5},
+        "damaged_rows": {path.name: {"count": 5, "first": list(told[:2])}},
+    }
+    done = CliRunner().invoke(cli.app, ["verify", str(good), "--all"])
+    assert isinstance(done.exception, UserError) and done.exception.where == "--all"
+
+
+def test_verify_reads_past_checksums_that_do_not_match(tmp_path: Path) -> None:
+    contents = bytearray((GOLDEN / "identity_int8_checksums.safetensors").read_bytes())
+    for row in (1, 3):
+        contents[4096 + 64 * row + 3] ^= 1
+    path = tmp_path / "rom.safetensors"
+    path.write_bytes(contents)
+    found = inspect.scan(path)
+    assert (found.rows, found.damaged) == (6, 2)
+    assert found.first == tuple(f"row {row}: the checksum does not match" for row in (1, 3))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in GOLDEN.glob("*.safetensors")))
+def test_what_verify_refuses_is_what_the_reader_does(tmp_path: Path, name: str) -> None:
+    """Every row filled with ones: NaN in all floats and scales, and no fault in integers that have none."""
+    contents = bytearray((GOLDEN / f"{name}.safetensors").read_bytes())
+    path = tmp_path / "rom.safetensors"
+    with RomReader(GOLDEN / f"{name}.safetensors") as reader:
+        spec = reader.spec
+    contents[4096 : 4096 + spec.num_rows * spec.row_stride] = b"\xff" * (spec.num_rows * spec.row_stride)
+    path.write_bytes(contents)
+    refused = {}
+    with RomReader(path) as reader:
+        for row in range(spec.num_rows):
+            try:
+                reader.rows(np.array([row]))
+            except UserError as error:
+                refused[row] = error.what
+    found = inspect.scan(path)
+    if spec.checksums or not refused:  # what only `verify` looks at: checksums, and padding
+        assert found.damaged == (spec.num_rows if spec.checksums or spec.row_stride > spec.row_bytes else 0)
+    else:
+        assert found.first == tuple(refused.values())[: inspect.SHOWN] and found.damaged == spec.num_rows
 
 
 def test_verify_finds_a_dirty_nibble(tmp_path: Path) -> None:

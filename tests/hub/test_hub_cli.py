@@ -89,8 +89,11 @@ def test_compile_via_hub(lab: Lab, exported: dict[str, tuple[Path, Path]], token
     words = ("compile", directory, checkpoint, tokens_dir, "-o", lab.directory / "npu", "--via", "hub")
     with pytest.raises(UserError, match="none is given"):
         meki(*words)
-    with pytest.raises(UserError, match="a device of AI Hub is given"):
+    with pytest.raises(UserError, match="an option of AI Hub is given"):
         meki("compile", directory, checkpoint, tokens_dir, "-o", lab.directory / "npu", "--device", S25)
+    for option in (("--chipset", "sm8750"), ("--no-share-weights",)):
+        with pytest.raises(UserError, match="AI Hub's compiler does not take this"):
+            meki(*words, "-d", S25, *option)
     made = json.loads(meki(*words, "-d", S25, "--verify-steps", 1, "--poll-seconds", 0.01, "--json").stdout)
     assert made["chipset"] == "sm8750" and made["device"] == S25 and made["device_decode_min_cosine"] > 0.9999
 
