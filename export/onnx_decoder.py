@@ -30,9 +30,13 @@ Sessions = Sequence[Session]
 
 
 def cpu_session(path: Path) -> ort.InferenceSession:
-    """An ONNX Runtime session of one part on the CPU: the oracle for every other runtime."""
+    """An ONNX Runtime session of one part on the CPU: the oracle for every other runtime.
+
+    Q/DQ pairs are computed as they stand, never fused into integer kernels, which round otherwise.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors only
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 

@@ -17,7 +17,7 @@ from meki_edge.errors import UserError
 from meki_edge.files import STORAGE_ERRORS
 
 INTERRUPTED = 130
-PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM})
+PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 PATH_ERRORS = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR})
 
 app = typer.Typer(
@@ -63,13 +63,13 @@ def main() -> None:
         app()
     except SystemExit as leave:
         if leave.code == INTERRUPTED:  # typer's exit after Ctrl-C
-            console.info("interrupted: run the same command again to resume")
+            console.info("interrupted: run the same command again, and what can resume does")
         raise
     except UserError as error:
         console.show_error(error)
         sys.exit(1)
     except KeyboardInterrupt:
-        console.info("interrupted: run the same command again to resume")
+        console.info("interrupted: run the same command again, and what can resume does")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         sys.exit(141)
@@ -88,7 +88,7 @@ def main() -> None:
             fix = "free some space or choose another --output-dir, then run the command again"
         else:
             raise
-        console.show_error(UserError(str(error.strerror), where=error.filename or "the output directory", fix=fix))
+        console.show_error(UserError(str(error.strerror), where=error.filename or "the output directory, or standard output", fix=fix))
         sys.exit(1)
 
 

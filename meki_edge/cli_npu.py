@@ -58,7 +58,7 @@ def calibrate(
     max_perplexity_increase: Annotated[float, typer.Option(help="The gate: 0.1 is ten percent over float.")] = 0.1,
     min_top1_agreement: Annotated[float, typer.Option(help="The gate: share of tokens with float's likeliest successor.")] = 0.8,
     ranges_from: Annotated[
-        Path | None, typer.Option(help="Another calibration of this export, whose observations serve again.")
+        Path | None, typer.Option(help="Another calibration of this export with the same windows and gate, whose observations serve again.")
     ] = None,
     force: Force = False,
     as_json: Json = False,

@@ -195,7 +195,7 @@ def export(
     tokens: Tokens,
     output_dir: OutputDir,
     context_length: Annotated[int, typer.Option(min=1, help="Slots of the KV cache.")] = 1024,
-    shorter_contexts: Annotated[str | None, typer.Option(help="Also export graphs with fewer slots, such as 256,512: a text runs in the shortest that holds it.")] = None,
+    shorter_contexts: Annotated[str | None, typer.Option(help="Also export graphs with fewer slots (more than --prefill-tokens), such as 256,512: a text runs in the shortest that holds it.")] = None,
     prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens a call.")] = 128,
     verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
     parts: Annotated[int, typer.Option(min=1, help="Cut each graph into so many parts of about as many layers.")] = 1,
@@ -224,7 +224,7 @@ def export(
 
 def compile_(
     context: typer.Context,
-    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
+    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export` or `calibrate`.")],
     checkpoint: Checkpoint,
     tokens: Tokens,
     output_dir: OutputDir,
@@ -273,7 +273,7 @@ def compile_(
 
 
 def pack(
-    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export`.")],
+    exported: Annotated[Path, typer.Argument(help="Output of `meki-edge export` or `calibrate`.")],
     checkpoint: Checkpoint,
     output_dir: OutputDir,
     compiled: Annotated[Path | None, typer.Option(help="Output of `meki-edge compile`, to take along.")] = None,

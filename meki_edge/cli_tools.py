@@ -184,11 +184,15 @@ def verify(
 
     if checkpoint is None:
         refuse(context, ["all_rows"], "there is no checkpoint to fold rows of", "add --checkpoint, or leave it out")
+    changed: UserError | None = None
     if path.is_dir():
         made = manifest.load(path)
-        with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
-            manifest.verify(path, made, advance)
-        console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
+        try:
+            with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
+                manifest.verify(path, made, advance)
+            console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
+        except UserError as error:  # which rows are damaged may say more
+            changed = error
         roms = [path / name for name, entry in made.files.items() if entry.role.startswith("rom")]
         embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
     else:
@@ -200,7 +204,7 @@ def verify(
             scans[rom.name] = scan(rom, advance=lambda count, task=task: bar.advance(task, count))
     damaged = {name: found for name, found in scans.items() if found.damaged}
     folds: dict[str, FoldCheck] = {}
-    if checkpoint is not None and not damaged:
+    if checkpoint is not None and not damaged and changed is None:
         from meki_edge.reparam_check import check_folds
 
         folds = check_folds(roms, checkpoint, all_rows=all_rows)
@@ -219,6 +223,8 @@ def verify(
     if damaged:
         counts = ", ".join(f"{found.damaged} of {found.rows} rows of {name}" for name, found in damaged.items())
         raise UserError(f"damaged: {counts}", where=path, fix=DAMAGED)
+    if changed is not None:
+        raise changed
     if wrong := [name for name, fold in folds.items() if fold.mismatches]:
         raise UserError(
             f"rows of {', '.join(wrong)} are not what the checkpoint folds to",

@@ -22,6 +22,7 @@ from meki_edge.manifest import Manifest, StageOutput
 SCHEMA = 1
 RESULTS_SCHEMA = 2
 HOST_NOTE = "Measured on this host's CPU, not on a phone."
+FLOAT_NOTE = "The losses of {} are those of the models before their graphs were quantized."
 SEED_NOTE = "One trained model an arm: a difference in loss between single runs can be chance."
 
 
@@ -129,6 +130,8 @@ def _arm(arm: dict[str, Any]) -> dict[str, Any]:
         "rom_bytes": metrics["rom_bytes"],
         "rom_bytes_per_token": metrics["rom_bytes_per_token"],
         "rom_bytes_per_token_expected": metrics["rom_bytes_per_token_expected"],
+        "precision": metrics["precision"],
+        "perplexity_increase": metrics["perplexity_increase"],
         "table_precision": metrics["table_precision"],
         "context_lengths": metrics["context_lengths"],
         "weight_bytes_per_token": metrics["weight_bytes_per_token"],
@@ -154,10 +157,13 @@ def _quality_notes(arms: dict[str, dict[str, Any]]) -> list[str]:
     missing = [name for name, arm in arms.items() if arm["val_loss"] is None]
     if missing:
         return [f"No validation loss was recorded for {', '.join(missing)}."]
+    quantized = [name for name, arm in arms.items() if arm["perplexity_increase"] is not None]
+    of_float = [FLOAT_NOTE.format(", ".join(quantized))] if quantized else []
     if len({arm["val_tokens"] for arm in arms.values()}) > 1:
         counts = ", ".join(f"{name}: {arm['val_tokens'] or 'unknown'}" for name, arm in arms.items())
-        return [f"The losses are not comparable: they were evaluated on different numbers of tokens ({counts})."]
-    return [SEED_NOTE] if len(arms) > 1 else []
+        what = f"The losses are not comparable: they were evaluated on different numbers of tokens ({counts})."
+        return [what, *of_float]
+    return [*([SEED_NOTE] if len(arms) > 1 else []), *of_float]
 
 
 def _budget_notes(budgets: Mapping[str, int | None]) -> list[str]:

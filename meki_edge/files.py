@@ -16,6 +16,7 @@ from meki_edge.errors import UserError
 
 BLOCK_BYTES = 1 << 22
 STORAGE_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
+FREE_SPACE = "free some space or choose another --output-dir, then run the command again"
 
 
 @contextmanager
@@ -26,11 +27,8 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:
             raise
-        raise UserError(
-            f"cannot write the file: {error.strerror}",
-            where=path,
-            fix="free some space or choose another --output-dir, then run the command again",
-        ) from None
+        fix = "choose another --output-dir" if error.errno == errno.EROFS else FREE_SPACE
+        raise UserError(f"cannot write the file: {error.strerror}", where=path, fix=fix) from None
 
 
 @contextmanager

@@ -71,6 +71,8 @@ def rows(result: dict[str, Any]) -> list[Row]:
         Row(label="Validation loss, nats a token", key="val_loss", write="{:.4f}".format),
         Row(label="Perplexity", key="perplexity", write="{:.2f}".format),
         Row(label="Validation tokens", key="val_tokens", write=_count),
+        Row(label="Precision of the graphs", key="precision", write=str),
+        Row(label="… perplexity by it, as calibration measured", key="perplexity_increase", write="{:+.2%}".format),
         *(Row(label=f"{_test_name(test)}, tokens/s", key=key, write=_speed) for key, test in speeds),
         *(
             Row(label=f"{test}: paired ratio to {result['baseline']} (95 %)", key=f"{test}_ratio", write=_ratio)

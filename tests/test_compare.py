@@ -60,6 +60,8 @@ def arm(name: str, loss: float | None, speeds: list[float], *, rom: bool, tokens
             "weight_bytes_per_token": 4_000_000,
             "expert_bytes_per_token": None,
             "context_lengths": [256, 1024],
+            "precision": "fp32",
+            "perplexity_increase": None,
             "rom_bytes": 2_000_000 * rom,
             "rom_bytes_per_token": 4096 * rom,
             "rom_bytes_per_token_expected": 3000 * rom,
@@ -301,6 +303,16 @@ def test_what_experts_cost_a_token_stands_beside_the_rows(tmp_path: Path) -> Non
     assert "| ROM a token of validation text, mean | 0 B | 3.00 kB | 0 B |" in rows
     assert "| Rows found in the harness's cache | – | 25.0% | – |" in rows
     assert "experts, known only layer by layer" in (tmp_path / "out/compare.html").read_text()
+
+
+def test_the_loss_of_a_quantized_arm_is_said_to_be_of_float(tmp_path: Path) -> None:
+    coarse = arm("w4", 3.25, [20.0, 20.0, 20.0], rom=True)
+    coarse["metrics"] |= {"precision": "w4a16", "perplexity_increase": 0.0037}
+    compare(write_runs(tmp_path / "runs", results(DENSE, coarse)), tmp_path / "out")
+    rows = (tmp_path / "out/compare.md").read_text().splitlines()
+    assert "| Precision of the graphs | fp32 | w4a16 |" in rows
+    assert "| … perplexity by it, as calibration measured | – | +0.37% |" in rows
+    assert "- The losses of w4 are those of the models before their graphs were quantized." in rows
 
 
 def test_bad_inputs_are_refused(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_an_interrupted_stage_is_unfinished_and_resumes(tmp_path: Path, source: 
     out = tmp_path / "out"
     half = StageOutput(out, stage="pack", config={"times": 2}, inputs={"source": source})
     (half.partial / "work").write_text("so far")
-    with pytest.raises(UserError, match="was interrupted"):
+    with pytest.raises(UserError, match="has not finished"):
         manifest.load(out)
     again = StageOutput(out, stage="pack", config={"times": 2}, inputs={"source": source})
     assert (again.partial / "work").read_text() == "so far"

@@ -342,7 +342,7 @@ def test_an_interrupted_run_resumes(
     with pytest.raises(KeyboardInterrupt):
         reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(chunk_rows=50))
     assert os.listdir(tmp_path / "rom") == [".partial"]
-    with pytest.raises(UserError, match="was interrupted"):
+    with pytest.raises(UserError, match="has not finished"):
         manifest.load(tmp_path / "rom")
     with pytest.raises(UserError, match="unfinished work of another run: config.table_precision was"):
         reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(chunk_rows=50, table_precision="int4"))

@@ -103,6 +103,7 @@ def pack(
             **{key: metrics.get(key) for key in CARRIED_METRICS},
             **_read_a_token(model, metrics.get("ram_parameters"), export_manifest.metrics["weights_bytes"]),
             "precision": export_manifest.metrics.get("precision", "fp32"),
+            "perplexity_increase": export_manifest.metrics.get("perplexity_increase"),
             "parts": len(spec.decode.parts),
             **_sizes(spec, roms, sources),
             **_rom_bytes_per_token(roms, metrics),

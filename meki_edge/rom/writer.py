@@ -54,7 +54,7 @@ class RomWriter:
         kept = self._kept_bytes() if self._resume else 0
         tail = self._checksums.nbytes + sum(array.nbytes for array in self.spec.addressing.tensors().values())
         total = len(self._header) + self.spec.num_rows * self.spec.row_stride + tail
-        require_free_space(self._path.parent, total - kept, "the ROM file")
+        require_free_space(self._path.parent, total - kept, self._path.name)
         with storage_errors(self._path):
             self._file = open(self._partial, "r+b" if kept else "wb", buffering=0)
             self._file.truncate(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -303,6 +304,27 @@ def test_verify_goes_through_the_whole_file(good: Path, tmp_path: Path, monkeypa
     }
     done = CliRunner().invoke(cli.app, ["verify", str(good), "--all"])
     assert isinstance(done.exception, UserError) and done.exception.where == "--all"
+
+
+def test_verify_of_a_directory_names_the_rows_of_a_file_that_changed(
+    exported: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported["meki"][0], tmp_path / "meki")
+    rom = folder / "rom.safetensors"
+    with RomReader(rom) as reader:
+        stride = reader.spec.row_stride
+    content = bytearray(rom.read_bytes())
+    start = len(content) - reader.spec.num_rows * stride + 7 * stride
+    content[start : start + 2] = struct.pack("<H", SCALES["nan"])
+    rom.write_bytes(content)
+    done = CliRunner().invoke(cli.app, ["verify", str(folder)])
+    assert isinstance(done.exception, UserError)
+    assert done.exception.what == f"damaged: 1 of {reader.spec.num_rows} rows of {rom.name}"
+    assert f"{rom.name}: row 7, layer 0 memory 0: a scale is negative, NaN or infinite" in done.stdout
+    shutil.copyfile(exported["meki"][0] / rom.name, rom)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    done = CliRunner().invoke(cli.app, ["verify", str(folder)])  # the rows are whole, and a digest is not
+    assert isinstance(done.exception, UserError) and "model.safetensors" in str(done.exception)
 
 
 def test_verify_reads_past_checksums_that_do_not_match(tmp_path: Path) -> None:

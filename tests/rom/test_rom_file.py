@@ -256,7 +256,7 @@ except UserError as error:
 
 def test_not_enough_space_is_found_before_the_first_row(tmp_path: Path) -> None:
     spec = spec_of([(0, 0, 2048)], "fp32", 2**40)
-    with pytest.raises(UserError, match="the ROM file needs .* MB but only"), RomWriter(tmp_path / "rom", spec):
+    with pytest.raises(UserError, match="rom needs .* MB but only"), RomWriter(tmp_path / "rom", spec):
         pass
     assert os.listdir(tmp_path) == []
 
