@@ -20,7 +20,7 @@ from meki_edge.files import read_json, write_json, write_text
 from meki_edge.manifest import Manifest, StageOutput
 
 SCHEMA = 1
-RESULTS_SCHEMA = 2
+RESULTS_SCHEMA = 3
 HOST_NOTE = "Measured on this host's CPU, not on a phone."
 FLOAT_NOTE = "The losses of {} are those of the models before their graphs were quantized."
 SEED_NOTE = "One trained model an arm: a difference in loss between single runs can be chance."

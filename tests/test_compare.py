@@ -86,7 +86,7 @@ def results(*arms: dict[str, Any], low: float | None = 0.97, high: float | None 
     for ratio in ratios:
         ratio["samples"] = [0.98, 0.99, 1.0]
     return {
-        "schema": 2,
+        "schema": 3,
         "host": HOST,
         "runner": RUNNER,
         "config": CONFIG,

@@ -30,7 +30,7 @@ from meki_edge.manifest import Manifest, StageOutput
 from meki_edge.rom.reader import RomReader
 
 STAGE = "run"
-SCHEMA = 2  # of results.json
+SCHEMA = 3  # of results.json
 RESULTS = "results.json"
 TRACE = "raw/trace.txt"
 RUNNER_FACTS = ("runner_version", "backend", "ort_version", "threads", "cores", "io", "verify_rows")
