@@ -191,7 +191,7 @@ def test_the_json_has_every_figure_a_decision_needs(tmp_path: Path) -> None:
 
 def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
     runs = write_runs(tmp_path / "runs", results(DENSE, MEKI) | {"schema": 1})
-    with pytest.raises(UserError, match="results of schema 1, this version reads 2"):
+    with pytest.raises(UserError, match="results of schema 1, this version reads 3"):
         compare(runs, tmp_path / "out")
 
 
