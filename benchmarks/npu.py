@@ -12,8 +12,8 @@ Qwen3-1.7B (MeKi of width 256) is cut into two parts and its head, so that no bi
 a device loads, and compiled in fp16 and, after a calibration on 16 windows, in w8a16.
 
 Each stage runs in a process of its own. Its peak resident memory is that process's and that of the largest
-that it starts, added: never less than what was in memory at once. Of a model with random weights the accuracy means nothing, so the gate is
-measured and lets everything pass.
+that it starts, added: never less than what was in memory at once. Of a model with random weights the
+accuracy means nothing, so the gate is measured and lets everything pass.
 """
 
 from __future__ import annotations
@@ -154,10 +154,12 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(stage["stage"], f"{stage['seconds']:.1f}", f"{peak / 1e9:.2f}", f"{size / 1e6:,.0f}", largest)
     limits = result["limits"]
     seconds = f"{result['seconds']:.1f}" + (f" (≤ {limits['seconds']})" if limits["seconds"] else "")
-    table.add_row("all", seconds, f"{result['peak_rss_bytes'] / 1e9:.2f} (≤ {limits['peak_bytes'] / 1e9:.0f})", "", "")
+    peak = f"{result['peak_rss_bytes'] / 1e9:.2f} (≤ {limits['peak_bytes'] / 1e9:.0f})"
+    table.add_row("all", seconds, peak, "", "")
     console.stdout.print(table)
     if result["shared_by_alone"]:
-        console.stdout.print(f"prefill and decode in one binary: {result['shared_by_alone']:.3f} of decode alone (≤ 1.02)")
+        ratio = f"{result['shared_by_alone']:.3f} of decode alone (≤ 1.02)"
+        console.stdout.print(f"prefill and decode in one binary: {ratio}")
 
 
 def main() -> None:

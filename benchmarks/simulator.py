@@ -24,16 +24,17 @@ from npu import in_process
 from rich.table import Table
 
 from calibration.config import CalibrateConfig
+from calibration.inputs import read_spec
 from calibration.stage import calibrate
 from export import qnn_worker
 from export.agreement import agreement
 from export.onnx_decoder import OnnxDecoder, Sessions, cpu_sessions
 from export.qnn_local import CompileConfig, compile_local
 from export.targets import chip
-from meki_edge import console, graph_spec, manifest, tokens
+from meki_edge import console, manifest, tokens
 from meki_edge.device import host
-from meki_edge.files import read_json, write_json
-from meki_edge.graph_spec import Graph, GraphSpec
+from meki_edge.files import write_json
+from meki_edge.graph_spec import Graph
 from meki_edge.rom.reader import RomReader
 
 FLOAT = "fp16"
@@ -47,7 +48,8 @@ def compiled(exported: Path, checkpoint: Path, tokens_dir: Path, scratch: Path, 
     graphs = exported
     if precision != FLOAT:
         graphs = scratch / precision
-        config = CalibrateConfig(precision=precision, sensitivity=False, max_perplexity_increase=1.0, min_top1_agreement=0.0)
+        lenient = {"max_perplexity_increase": 1.0, "min_top1_agreement": 0.0}
+        config = CalibrateConfig(precision=precision, sensitivity=False, **lenient)
         calibrate(exported, checkpoint, tokens_dir, graphs, config)
     binaries = scratch / f"{precision}-npu"
     config = CompileConfig(chipset=CHIPSET, optimization_level=LEVEL, verify_steps=0, share_weights=False)
@@ -71,12 +73,6 @@ def logits(graphs: Path, roms: Sequence[Path], ids: np.ndarray, steps: int, bina
         return prefill, np.stack([decoder.decode(sessions, token) for token in ids[-steps:]])
 
 
-def read_spec(directory: Path) -> GraphSpec:
-    """The spec in an export or calibration."""
-    path = directory / graph_spec.FILE_NAME
-    return GraphSpec.from_json(read_json(path), path)
-
-
 def roms_of(graphs: Path, checkpoint: Path) -> list[Path]:
     """The ROM files that these graphs take: calibration may have written its own."""
     return [(graphs if (graphs / rom.file).is_file() else checkpoint) / rom.file for rom in read_spec(graphs).roms]
@@ -89,7 +85,7 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(heading, justify="left" if heading in ("precision", "graph") else "right")
     for precision, graphs in result["precisions"].items():
         for name, found in graphs.items():
-            wanted = [f"{TARGETS[key]}" for key in ((precision, "min_cosine"), (precision, "argmax_agreement")) if key in TARGETS]
+            wanted = [str(least) for (of, _), least in TARGETS.items() if of == precision]
             table.add_row(
                 precision,
                 name,

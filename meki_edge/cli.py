@@ -14,7 +14,7 @@ import typer
 
 from meki_edge import cli_hub, cli_npu, cli_phone, cli_pipeline, cli_tools, console
 from meki_edge.errors import UserError
-from meki_edge.files import STORAGE_ERRORS
+from meki_edge.files import FREE_SPACE, STORAGE_ERRORS
 
 INTERRUPTED = 130
 PERMISSION_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -85,10 +85,11 @@ def main() -> None:
         elif error.errno in PATH_ERRORS:
             fix = "check the path"
         elif error.errno in STORAGE_ERRORS:
-            fix = "free some space or choose another --output-dir, then run the command again"
+            fix = FREE_SPACE
         else:
             raise
-        console.show_error(UserError(str(error.strerror), where=error.filename or "the output directory, or standard output", fix=fix))
+        where = error.filename or "the output directory, or standard output"
+        console.show_error(UserError(str(error.strerror), where=where, fix=fix))
         sys.exit(1)
 
 
