@@ -18,6 +18,7 @@ from meki_edge.options import (
     Force,
     GenerateTokens,
     Json,
+    NpuMemory,
     OutputDir,
     OutputFormat,
     Place,
@@ -80,6 +81,9 @@ def bench(
     serial: Serial = None,
     target: Target = TARGET,
     compute: Annotated[Compute, typer.Option(help="cpu, or npu: the Hexagon binaries of the bundles.")] = Compute.cpu,
+    npu_memory: Annotated[
+        NpuMemory, typer.Option(help="Inputs and outputs: shared with the NPU, or copied; auto: shared where that works.")
+    ] = NpuMemory.auto,
     prompt_tokens: PromptTokens = 512,
     generate_tokens: GenerateTokens = 128,
     repetitions: Repetitions = 5,
@@ -115,7 +119,7 @@ def bench(
         "cores": cores,
     }
     if on is Place.host:
-        if serial is not None or compute is not Compute.cpu:
+        if serial is not None or compute is not Compute.cpu or npu_memory is not NpuMemory.auto:
             what = "options of a phone, but --on host measures on this machine"
             raise UserError(what, where="--on", fix="give --on adb")
         made = on_host.run(bundles, tokens, output_dir, on_host.RunConfig(**settings), force=force)
@@ -128,6 +132,7 @@ def bench(
             serial=device.serial,
             target=target,
             npu=compute is Compute.npu,
+            npu_memory=npu_memory.value,
             cool_to_celsius=cool_to,
             cool_wait_s=cool_wait,
         )

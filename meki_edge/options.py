@@ -52,6 +52,14 @@ class Compute(StrEnum):
     npu = "npu"
 
 
+class NpuMemory(StrEnum):
+    """How a graph's inputs and outputs come to the NPU."""
+
+    auto = "auto"
+    shared = "shared"
+    copied = "copied"
+
+
 class OutputFormat(StrEnum):
     """What `run` prints."""
 

@@ -58,6 +58,13 @@ typedef enum meki_compute {
     MEKI_COMPUTE_NPU = 1 /* the bundle's Hexagon binaries; needs qnn_library */
 } meki_compute;
 
+/* How inputs and outputs come to the NPU. */
+typedef enum meki_npu_memory {
+    MEKI_NPU_MEMORY_AUTO = 0,   /* shared where the system has libcdsprpc.so, which an app must name in its manifest */
+    MEKI_NPU_MEMORY_SHARED = 1, /* they lie in memory that the NPU sees */
+    MEKI_NPU_MEMORY_COPIED = 2  /* they are copied in each step */
+} meki_npu_memory;
+
 typedef struct meki_options {
     size_t struct_size;       /* set by meki_default_options: later versions may add members at the end */
     const char* bundle;       /* the directory */
@@ -74,6 +81,7 @@ typedef struct meki_options {
     const char* qnn_provider; /* libonnxruntime_providers_qnn.so where it is a plug-in; null: built in */
     int32_t big_cores;        /* 1: the runner's threads keep off a phone's slowest cores: see meki_open; else 0 */
     int32_t verify_rows;      /* 1: each row that is read is compared with its checksum, which it must have; else 0 */
+    int32_t npu_memory;       /* a meki_npu_memory; MEKI_NPU_MEMORY_AUTO by default, and unless MEKI_COMPUTE_NPU */
 } meki_options;
 
 /* Totals since meki_open or meki_reset; times in microseconds. */

@@ -13,9 +13,9 @@ std::unique_ptr<Graph> OrtCpuBackend::load(const std::string& bundle, const Part
         options.SetGraphOptimizationLevel(ORT_ENABLE_ALL);
         options.DisablePerSessionThreads();
         weights_.add_to(options, path);
-        return Ort::Session(env_, path.c_str(), options, weights_.packed());
+        return std::make_shared<Ort::Session>(env_, path.c_str(), options, weights_.packed());
     });
-    auto graph = make_graph(path, std::move(session));
+    auto graph = make_graph(path, std::move(session), Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault));
     weights_.release_pages();
     return graph;
 }

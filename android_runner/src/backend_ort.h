@@ -15,6 +15,8 @@ public:
 
     std::string name() const override { return "cpu"; }
     std::unique_ptr<Graph> load(const std::string& bundle, const PartFile& part) override;
+    Allocator& allocator() override { return host_allocator(); }
+    const char* tensor_memory() const override { return "host"; }
 
 private:
     Ort::Env env_;

@@ -1,6 +1,8 @@
 #include "backend_qnn.h"
 
 #include <dlfcn.h>
+
+#include <cassert>
 #include <string>
 #include <unistd.h>
 #include <unordered_map>
@@ -16,9 +18,34 @@ namespace {
 constexpr const char* provider_name = "QNNExecutionProvider";
 constexpr std::uint32_t plugin_api = 22;  // the first with plug-in providers
 constexpr int threads = 1;                // no node may run on the CPU
+constexpr const char* rpcmem_library = "libcdsprpc.so";
+constexpr const char* fix_memory = "use an ONNX Runtime with QNN 2.28 or later, or --npu-memory copied";
 constexpr const char* fix_provider =
     "name this platform's libonnxruntime_providers_qnn.so with --qnn-provider, or leave it out for an ONNX Runtime "
     "with QNN built in";
+
+void* open_library(const std::string& library) { return ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL); }
+
+std::string loader_error() {
+    const char* const reason = ::dlerror();
+    return reason != nullptr ? reason : "unknown reason";
+}
+
+// Whether memory is shared. The library stays open: the provider opens it by the same name.
+bool can_share(NpuMemory memory) {
+    if (memory == NpuMemory::copied) {
+        return false;
+    }
+    if (open_library(rpcmem_library) != nullptr) {
+        return true;
+    }
+    if (memory == NpuMemory::shared) {
+        throw Error("no memory can be shared with the NPU: " + loader_error(), rpcmem_library,
+                    "only phones have this library, and an app names it with <uses-native-library> in its manifest; or "
+                    "run with --npu-memory copied");
+    }
+    return false;
+}
 
 // Where `meki-edge pack` puts a part's wrapper, which names the binary beside it.
 std::string wrapper_path(const std::string& bundle, const PartFile& part) {
@@ -27,26 +54,26 @@ std::string wrapper_path(const std::string& bundle, const PartFile& part) {
 
 }  // namespace
 
-OrtQnnBackend::OrtQnnBackend(const QnnLibraries& libraries) : libraries_(libraries), env_(make_env(threads)) {
+OrtQnnBackend::OrtQnnBackend(const QnnConfig& config)
+    : config_(config), shares_memory_(can_share(config.memory)), env_(make_env(threads)) {
     // ONNX Runtime would only say that the graph's nodes are left to the CPU.
-    if (::dlopen(libraries_.backend.c_str(), RTLD_NOW | RTLD_LOCAL) == nullptr) {
-        const char* reason = ::dlerror();
-        throw Error(std::string("cannot load the QNN library: ") + (reason != nullptr ? reason : "unknown reason"),
-                    libraries_.backend, "name this platform's libQnnHtp.so with --qnn-library");
+    if (open_library(config_.library) == nullptr) {
+        throw Error("cannot load the QNN library: " + loader_error(), config_.library,
+                    "name this platform's libQnnHtp.so with --qnn-library");
     }
-    if (libraries_.provider.empty()) {
+    if (config_.provider.empty()) {
         return;
     }
 #if ORT_API_VERSION >= 22
     if (ort_api() >= plugin_api) {
         translated(
-            libraries_.provider,
-            [&] { env_.RegisterExecutionProviderLibrary(provider_name, libraries_.provider); }, fix_provider);
+            config_.provider,
+            [&] { env_.RegisterExecutionProviderLibrary(provider_name, config_.provider); }, fix_provider);
         return;
     }
 #endif
     throw Error("plug-in providers need ONNX Runtime 1." + std::to_string(plugin_api) + ", library and headers",
-                libraries_.provider, "use a newer ONNX Runtime, or one with the QNN provider built in");
+                config_.provider, "use a newer ONNX Runtime, or one with the QNN provider built in");
 }
 
 std::unique_ptr<Graph> OrtQnnBackend::load(const std::string& bundle, const PartFile& part) {
@@ -56,7 +83,22 @@ std::unique_ptr<Graph> OrtQnnBackend::load(const std::string& bundle, const Part
                     "run `meki-edge compile`, and pack with --compiled");
     }
     const Ort::SessionOptions options = session_options();
-    return make_graph(path, translated(path, [&] { return Ort::Session(env_, path.c_str(), options); }));
+    auto session = translated(path, [&] { return std::make_shared<Ort::Session>(env_, path.c_str(), options); });
+    if (!shares_memory_) {
+        return make_graph(path, std::move(session), Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault));
+    }
+    if (!shared_memory_) {
+        translated(config_.library, [&] { shared_memory_.emplace(session); }, fix_memory);
+    }
+    return make_graph(path, std::move(session), SharedMemory::info());
+}
+
+Allocator& OrtQnnBackend::allocator() {
+    if (!shares_memory_) {
+        return host_allocator();
+    }
+    assert(shared_memory_);  // it comes with the first graph
+    return *shared_memory_;
 }
 
 Ort::SessionOptions OrtQnnBackend::session_options() {
@@ -66,9 +108,11 @@ Ort::SessionOptions OrtQnnBackend::session_options() {
         options.AddConfigEntry("session.disable_cpu_ep_fallback", "1");
         // Where several graphs are in one binary, it is loaded once.
         options.AddConfigEntry("ep.share_ep_contexts", "1");
-        const std::unordered_map<std::string, std::string> provider = {{"backend_path", libraries_.backend},
-                                                                       {"htp_performance_mode", "burst"}};
-        if (libraries_.provider.empty()) {
+        const std::unordered_map<std::string, std::string> provider = {
+            {"backend_path", config_.library},
+            {"htp_performance_mode", "burst"},
+            {"enable_htp_shared_memory_allocator", shares_memory_ ? "1" : "0"}};
+        if (config_.provider.empty()) {
             options.AppendExecutionProvider("QNN", provider);
             return options;
         }
@@ -80,13 +124,13 @@ Ort::SessionOptions OrtQnnBackend::session_options() {
             }
         }
         if (devices.empty()) {
-            throw Error("the provider finds no device to run on", libraries_.provider, fix_provider);
+            throw Error("the provider finds no device to run on", config_.provider, fix_provider);
         }
         options.AppendExecutionProvider_V2(env_, devices, provider);
 #endif
         return options;
     };
-    return translated(libraries_.provider.empty() ? "--ort-library" : libraries_.provider, make, fix_provider);
+    return translated(config_.provider.empty() ? "--ort-library" : config_.provider, make, fix_provider);
 }
 
 }  // namespace meki

@@ -4,7 +4,7 @@
 
 namespace meki {
 
-std::unique_ptr<Backend> make_backend(int threads, const std::optional<QnnLibraries>& qnn) {
+std::unique_ptr<Backend> make_backend(int threads, const std::optional<QnnConfig>& qnn) {
     if (qnn) {
         return std::make_unique<OrtQnnBackend>(*qnn);
     }

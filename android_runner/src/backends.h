@@ -9,6 +9,6 @@
 namespace meki {
 
 // ONNX Runtime's CPU provider with so many `threads`, or its QNN provider. `load_ort` comes first.
-std::unique_ptr<Backend> make_backend(int threads, const std::optional<QnnLibraries>& qnn);
+std::unique_ptr<Backend> make_backend(int threads, const std::optional<QnnConfig>& qnn);
 
 }  // namespace meki

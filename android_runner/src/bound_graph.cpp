@@ -9,17 +9,21 @@ namespace meki {
 
 namespace {
 
-TensorData memory_for(const TensorSpec& tensor) { return {tensor.type, tensor.num_elements()}; }
-
-HostInput host_input(const GraphFile& file, const char* role) {
-    const TensorSpec& tensor = file.input(role);
-    return {tensor.type, tensor.num_elements()};
+TensorData output_data(const GraphFile& file, const char* role, Allocator& allocator, std::size_t index = 0) {
+    const TensorSpec& tensor = file.output(role, index);
+    return {tensor.type, tensor.num_elements(), allocator};
 }
 
-std::vector<TensorData> memory_for_all(const GraphFile& file, const char* role, std::size_t count) {
+HostInput host_input(const GraphFile& file, const char* role, Allocator& allocator) {
+    const TensorSpec& tensor = file.input(role);
+    return {tensor.type, tensor.num_elements(), allocator};
+}
+
+std::vector<TensorData> outputs_data(const GraphFile& file, const char* role, std::size_t count,
+                                     Allocator& allocator) {
     std::vector<TensorData> memory;
     for (std::size_t index = 0; index < count; ++index) {
-        memory.push_back(memory_for(file.output(role, index)));
+        memory.push_back(output_data(file, role, allocator, index));
     }
     return memory;
 }
@@ -42,12 +46,12 @@ std::vector<std::vector<std::size_t>> find_new_roms(const GraphFile& file, std::
 }  // namespace
 
 BoundGraph::BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
-                       MemoryStates& states)
-    : BoundGraph(spec, spec.longest().*file, cache, states) {
+                       MemoryStates& states, Allocator& allocator)
+    : BoundGraph(spec, spec.longest().*file, cache, states, allocator) {
     for (std::size_t i = 0; i < contexts.size(); ++i) {
         const Context& context = spec.contexts[i];
         const GraphFile& own = context.*file;
-        contexts_.push_back({context, own, host_input(own, "attention_mask"), 0, std::move(contexts[i])});
+        contexts_.push_back({context, own, host_input(own, "attention_mask", allocator), 0, std::move(contexts[i])});
         for (std::size_t part = 0; part < own.parts.size(); ++part) {
             for (const TensorSpec& tensor : own.parts[part].inputs) {
                 contexts_[i].parts[part]->bind_input(tensor, memory(contexts_[i], tensor));
@@ -59,21 +63,22 @@ BoundGraph::BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vec
     }
 }
 
-BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states)
+BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states,
+                       Allocator& allocator)
     : spec_(spec),
       num_tokens_(file.num_tokens),
       cache_(cache),
       states_(states),
       new_roms_(find_new_roms(file, spec.roms.size())),
-      embeds_(host_input(file, "input_embeds")),
-      cos_(host_input(file, "position_cos")),
-      sin_(host_input(file, "position_sin")),
-      logits_(memory_for(file.output("logits"))),
+      embeds_(host_input(file, "input_embeds", allocator)),
+      cos_(host_input(file, "position_cos", allocator)),
+      sin_(host_input(file, "position_sin", allocator)),
+      logits_(output_data(file, "logits", allocator)),
       token_logits_(logits_.type() == ElementType() ? 0 : spec.vocab_size),
-      hidden_(memory_for_all(file, "hidden", file.parts.size() - 1)),
-      present_keys_(memory_for_all(file, "present_key", spec.num_hidden_layers)),
-      present_values_(memory_for_all(file, "present_value", spec.num_hidden_layers)),
-      present_states_(memory_for_all(file, "present_memory_state", spec.memory_states.size())) {
+      hidden_(outputs_data(file, "hidden", file.parts.size() - 1, allocator)),
+      present_keys_(outputs_data(file, "present_key", spec.num_hidden_layers, allocator)),
+      present_values_(outputs_data(file, "present_value", spec.num_hidden_layers, allocator)),
+      present_states_(outputs_data(file, "present_memory_state", spec.memory_states.size(), allocator)) {
     for (std::size_t j = 0; j < spec.head_dim / 2; ++j) {
         const double exponent = -2.0 * static_cast<double>(j) / static_cast<double>(spec.head_dim);
         frequencies_.push_back(std::pow(spec.rope_theta, exponent));
@@ -82,7 +87,7 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& ca
         for (std::size_t rom = 0; rom < spec.roms.size(); ++rom) {
             const RowFile& rows = spec.roms[rom];
             slot.emplace_back(RowTensor::Shape{num_tokens_, rows.rows_per_token, rows.row_dim}, spec.mask_value,
-                              file.input("memory_rows", rom).type,
+                              allocator, file.input("memory_rows", rom).type,
                               rows.masked() ? file.input("memory_mask", rom).type : ElementType());
         }
     }

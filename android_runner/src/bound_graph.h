@@ -25,9 +25,9 @@ public:
     using Parts = std::vector<std::unique_ptr<Graph>>;
 
     // Binds everything once. `file` is the prefill or the decode graph, `contexts` are its parts in each context of
-    // the spec, in order. `spec`, `cache` and `states` must outlive the graph.
+    // the spec, in order. `spec`, `cache`, `states` and `allocator` must outlive the graph.
     BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
-               MemoryStates& states);
+               MemoryStates& states, Allocator& allocator);
 
     std::size_t num_tokens() const { return num_tokens_; }
     std::size_t num_parts() const { return new_roms_.size(); }
@@ -58,7 +58,8 @@ private:
     };
 
     // Without any context yet.
-    BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states);
+    BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states,
+               Allocator& allocator);
 
     // The memory of an input or output.
     void* memory(const InContext& in, const TensorSpec& tensor);

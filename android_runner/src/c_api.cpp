@@ -21,18 +21,21 @@
 
 namespace {
 
-std::optional<meki::QnnLibraries> qnn_libraries(const meki_options& options) {
+std::optional<meki::QnnConfig> qnn_config(const meki_options& options) {
     if (options.compute != MEKI_COMPUTE_NPU) {
         return std::nullopt;
     }
-    return meki::QnnLibraries{options.qnn_library, options.qnn_provider == nullptr ? "" : options.qnn_provider};
+    const meki::NpuMemory memory = options.npu_memory == MEKI_NPU_MEMORY_SHARED   ? meki::NpuMemory::shared
+                                   : options.npu_memory == MEKI_NPU_MEMORY_COPIED ? meki::NpuMemory::copied
+                                                                                  : meki::NpuMemory::automatic;
+    return meki::QnnConfig{options.qnn_library, options.qnn_provider == nullptr ? "" : options.qnn_provider, memory};
 }
 
 }  // namespace
 
 struct meki_runner {
     meki_runner(const meki_options& options, const meki::RowIo& io, const meki::SamplerConfig& config)
-        : backend(meki::make_backend(options.threads, qnn_libraries(options))),
+        : backend(meki::make_backend(options.threads, qnn_config(options))),
           generator(options.bundle, *backend, io, true),
           sampler_config(config),
           sampler(config, generator.spec().vocab_size) {}
@@ -109,6 +112,12 @@ meki_status check(const meki_options& options) {
     }
     if ((options.compute == MEKI_COMPUTE_NPU) != (options.qnn_library != nullptr)) {
         return refuse("MEKI_COMPUTE_NPU needs qnn_library, and nothing else takes it", "options.qnn_library");
+    }
+    if (options.npu_memory < MEKI_NPU_MEMORY_AUTO || options.npu_memory > MEKI_NPU_MEMORY_COPIED) {
+        return refuse("npu_memory is " + std::to_string(options.npu_memory), "options.npu_memory");
+    }
+    if (options.npu_memory != MEKI_NPU_MEMORY_AUTO && options.compute != MEKI_COMPUTE_NPU) {
+        return refuse("npu_memory needs MEKI_COMPUTE_NPU", "options.npu_memory");
     }
     if (options.big_cores != 0 && options.big_cores != 1) {
         return refuse("big_cores is " + std::to_string(options.big_cores), "options.big_cores");

@@ -124,9 +124,9 @@ void bench(const BenchOptions& options) {
     if (options.generate_tokens > 0) {
         tests.push_back(bench.decode(sampled));
     }
-    output.commit(to_json(Report{"bench", backend->name(), ort_version, run.threads, cores, name_of(run.io),
-                                 run.drop_page_cache, run.row_cache_bytes, run.verify_rows, load_us, resident,
-                                 generator.rom_bytes_per_token(), std::move(tests), bench.prompt(),
+    output.commit(to_json(Report{"bench", backend->name(), backend->tensor_memory(), ort_version, run.threads, cores,
+                                 name_of(run.io), run.drop_page_cache, run.row_cache_bytes, run.verify_rows, load_us,
+                                 resident, generator.rom_bytes_per_token(), std::move(tests), bench.prompt(),
                                  std::move(sampled)}));
 }
 

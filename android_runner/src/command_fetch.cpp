@@ -31,7 +31,8 @@ void fetch(const FetchOptions& options) {
     const RomFile& rom = fetcher.reader().rom();
     std::vector<RowTensor> tensors;  // the batch that is printed, and the one that is fetched meanwhile
     for (std::size_t i = 0; i < (batch < sequence.size() ? 2 : 1); ++i) {
-        tensors.emplace_back(RowTensor::Shape{batch, rom.address().rows_per_token(), rom.row_dim()}, 0.0f);
+        tensors.emplace_back(RowTensor::Shape{batch, rom.address().rows_per_token(), rom.row_dim()}, 0.0f,
+                             host_allocator());
     }
     const auto count = [&](std::size_t position) { return std::min(batch, sequence.size() - position); };
     const auto tensor = [&](std::size_t position) -> RowTensor& { return tensors[position / batch % tensors.size()]; };

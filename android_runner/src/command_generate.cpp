@@ -80,9 +80,9 @@ void generate(const GenerateOptions& options) {
         generator.decode(id, test->steps);
     }
 
-    output.commit(to_json(Report{"generate", backend->name(), ort_version, run.threads, cores, name_of(run.io),
-                                 run.drop_page_cache, run.row_cache_bytes, run.verify_rows, load_us, resident,
-                                 generator.rom_bytes_per_token(),
+    output.commit(to_json(Report{"generate", backend->name(), backend->tensor_memory(), ort_version, run.threads, cores,
+                                 name_of(run.io), run.drop_page_cache, run.row_cache_bytes, run.verify_rows, load_us,
+                                 resident, generator.rom_bytes_per_token(),
                                  {std::move(prompt_test), std::move(generate_test)}, prompt, std::move(generated)}));
 }
 

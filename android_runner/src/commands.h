@@ -17,7 +17,7 @@ namespace meki {
 struct RunOptions {
     std::string bundle;
     std::string ort_library;
-    std::optional<QnnLibraries> qnn;  // run the NPU binaries, not the graphs on the CPU
+    std::optional<QnnConfig> qnn;  // run the NPU binaries, not the graphs on the CPU
     int threads;
     bool big_cores;  // only those, where a phone's cores differ
     IoMode io;

@@ -32,7 +32,9 @@ void fill(const ElementType& type, float value, std::size_t count, void* element
 // Memory for elements of one type, all zero at first: not the bytes, but what they mean.
 class TensorData {
 public:
-    TensorData(const ElementType& type, std::size_t size) : type_(type), size_(size), bytes_(size * type.size()) {
+    // `allocator` must outlive it.
+    TensorData(const ElementType& type, std::size_t size, Allocator& allocator)
+        : type_(type), size_(size), bytes_(size * type.size(), allocator) {
         clear();
     }
 
@@ -53,8 +55,9 @@ private:
 // same memory where the graph takes float32.
 class HostInput {
 public:
-    HostInput(const ElementType& type, std::size_t size)
-        : elements_(type, size), values_(type == ElementType() ? 0 : size) {}
+    // `allocator`, which must outlive it, gives the memory that the graph is bound to.
+    HostInput(const ElementType& type, std::size_t size, Allocator& allocator)
+        : elements_(type, size, allocator), values_(type == ElementType() ? 0 : size) {}
 
     float* values() const {
         return values_.size() == 0 ? static_cast<float*>(elements_.data()) : values_.data();

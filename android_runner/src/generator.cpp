@@ -42,25 +42,45 @@ std::size_t bytes_per_token(const RomFile& rom) { return rom.row_stride() * rom.
 }  // namespace
 
 Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& io, bool with_prefill)
-    : spec_(read_graph_spec(bundle + "/graph_spec.json")),
-      // Mapped: this thread copies its rows itself, and the hot ones stay in memory.
-      embedding_(open_reader(open_rows(bundle, spec_.embedding, spec_), IoMode::mmap)),
-      cache_(spec_),
-      states_(spec_) {
-    sequence_.reserve(spec_.longest().length);
-    const auto load = [&](GraphFile Context::*file) {
+    : Generator(bundle, backend, io, load(bundle, backend, with_prefill)) {}
+
+Generator::Loaded Generator::load(const std::string& bundle, Backend& backend, bool with_prefill) {
+    Loaded loaded;
+    loaded.spec = read_graph_spec(bundle + "/graph_spec.json");
+    const auto load_all = [&](GraphFile Context::*file) {
         std::vector<BoundGraph::Parts> contexts;
-        for (const Context& context : spec_.contexts) {
+        for (const Context& context : loaded.spec.contexts) {
             BoundGraph::Parts& parts = contexts.emplace_back();
             for (const PartFile& part : (context.*file).parts) {
                 parts.push_back(backend.load(bundle, part));
             }
         }
-        return std::make_unique<BoundGraph>(spec_, file, std::move(contexts), cache_, states_);
+        return contexts;
     };
-    decode_ = load(&Context::decode);
+    loaded.decode = load_all(&Context::decode);
     if (with_prefill) {
-        prefill_ = load(&Context::prefill);
+        loaded.prefill = load_all(&Context::prefill);
+    }
+    return loaded;
+}
+
+Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& io, Loaded loaded)
+    : spec_(std::move(loaded.spec)),
+      // Mapped: this thread copies its rows itself, and the hot ones stay in memory.
+      embedding_(open_reader(open_rows(bundle, spec_.embedding, spec_), IoMode::mmap)),
+      cache_(spec_, backend.allocator()),
+      states_(spec_, backend.allocator()) {
+    sequence_.reserve(spec_.longest().length);
+    const auto bind = [&](GraphFile Context::*file, std::vector<BoundGraph::Parts> contexts) {
+        return std::make_unique<BoundGraph>(spec_, file, std::move(contexts), cache_, states_, backend.allocator());
+    };
+    decode_ = bind(&Context::decode, std::move(loaded.decode));
+    if (!loaded.prefill.empty()) {
+        prefill_ = bind(&Context::prefill, std::move(loaded.prefill));
+    }
+    if (backend.largest_first() && spec_.contexts.size() > 1) {
+        run_idle(*decode_, spec_.contexts.size() - 1);
+        reset();
     }
     std::vector<RomFile> roms;
     std::size_t total_bytes = 0;
@@ -124,16 +144,19 @@ void Generator::warm_up_contexts(std::size_t num_tokens) {
     reset();
     for (std::size_t context = 1; context <= spec_.context_for(num_tokens); ++context) {
         for (BoundGraph* graph : {prefill_.get(), decode_.get()}) {
-            if (graph == nullptr) {
-                continue;
-            }
-            graph->set_inputs(context, 0, 0);
-            for (std::size_t part = 0; part < graph->num_parts(); ++part) {
-                graph->run(part);
+            if (graph != nullptr) {
+                run_idle(*graph, context);
             }
         }
     }
     reset();
+}
+
+void Generator::run_idle(BoundGraph& graph, std::size_t context) {
+    graph.set_inputs(context, 0, 0);
+    for (std::size_t part = 0; part < graph.num_parts(); ++part) {
+        graph.run(part);
+    }
 }
 
 void Generator::reset() {

@@ -61,6 +61,16 @@ public:
     void drop_page_cache();
 
 private:
+    // What is there before memory for it can be.
+    struct Loaded {
+        GraphSpec spec;
+        std::vector<BoundGraph::Parts> decode;  // the parts in each context
+        std::vector<BoundGraph::Parts> prefill;  // empty without it
+    };
+    static Loaded load(const std::string& bundle, Backend& backend, bool with_prefill);
+
+    Generator(const std::string& bundle, Backend& backend, const RowIo& io, Loaded loaded);
+
     // Consecutive tokens for one run of one graph, and the buffers that their rows go to.
     struct Chunk {
         BoundGraph* graph;
@@ -81,6 +91,8 @@ private:
     void submit(const Chunk& chunk);
     void run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step>& steps);
     void write_back();
+    // One run over tokens that mean nothing.
+    static void run_idle(BoundGraph& graph, std::size_t context);
 
     GraphSpec spec_;
     std::unique_ptr<RowReader> embedding_;

@@ -105,7 +105,7 @@ std::vector<PrefillReport> measure_prefills(const ProbeConfig& config, bool dire
     }
     const RomFile& rom = arms.front()->fetcher.reader().rom();
     const Ids text = random_text(config.seed + 1, config.batch * num_prefills, rom.address().num_tokens());
-    RowTensor out({config.batch, rom.address().rows_per_token(), rom.row_dim()}, 0);
+    RowTensor out({config.batch, rom.address().rows_per_token(), rom.row_dim()}, 0, host_allocator());
     for (std::size_t prefill = 0; prefill < num_prefills; ++prefill) {
         for (std::size_t turn = 0; turn < arms.size(); ++turn) {
             throw_if_interrupted();

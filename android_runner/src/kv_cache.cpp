@@ -43,15 +43,15 @@ void spread_rows(const TensorData& data, std::size_t num_rows, std::size_t strid
 
 }  // namespace
 
-KvCache::KvCache(const GraphSpec& spec)
+KvCache::KvCache(const GraphSpec& spec, Allocator& allocator)
     : num_heads_(spec.num_key_value_heads),
       head_dim_(spec.head_dim),
       shortest_(spec.contexts.front().length),
       num_slots_(shortest_) {
     const std::size_t size = num_heads_ * head_dim_ * spec.longest().length;
     for (std::size_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
-        keys_.emplace_back(spec.longest().decode.input("past_key", layer).type, size);
-        values_.emplace_back(spec.longest().decode.input("past_value", layer).type, size);
+        keys_.emplace_back(spec.longest().decode.input("past_key", layer).type, size, allocator);
+        values_.emplace_back(spec.longest().decode.input("past_value", layer).type, size, allocator);
     }
 }
 

@@ -16,7 +16,8 @@ namespace meki {
 
 class KvCache {
 public:
-    explicit KvCache(const GraphSpec& spec);
+    // `allocator` must outlive it.
+    KvCache(const GraphSpec& spec, Allocator& allocator);
 
     void* keys(std::size_t layer) { return keys_[layer].data(); }
     void* values(std::size_t layer) { return values_[layer].data(); }

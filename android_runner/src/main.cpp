@@ -20,11 +20,13 @@ constexpr const char* usage =
   meki-runner generate --bundle DIR --ort-library PATH --prompt-file FILE --max-new-tokens N --output FILE.json
       [--temperature 0] [--top-k 0] [--top-p 1] [--seed 0] [--stop-token ID]... [--stream]
       [--backend cpu|qnn] [--qnn-library libQnnHtp.so] [--qnn-provider libonnxruntime_providers_qnn.so]
+      [--npu-memory auto|shared|copied]
       [--threads 2] [--cores big|all] [--io pread|direct|mmap] [--drop-page-cache] [--row-cache-bytes 0]
       [--verify-rows]
   meki-runner bench --bundle DIR --ort-library PATH --trace-file FILE --output FILE.json
       [--prompt-tokens 512] [--generate-tokens 128] [--depth 0] [--warmup 1]
       [--backend cpu|qnn] [--qnn-library libQnnHtp.so] [--qnn-provider libonnxruntime_providers_qnn.so]
+      [--npu-memory auto|shared|copied]
       [--threads 2] [--cores big|all] [--io pread|direct|mmap] [--drop-page-cache] [--row-cache-bytes 0]
       [--verify-rows]
   meki-runner rows --rom FILE --ids-file FILE [--io pread|direct|mmap] [--raw] [--verify-rows]
@@ -36,7 +38,8 @@ constexpr const char* usage =
 
 Files of ids hold decimal numbers separated by white space. --stream prints each id as it is sampled.
 --backend qnn runs the bundle's NPU binaries. --qnn-provider is the provider where it is a plug-in of ONNX Runtime;
-without it the library of --ort-library must have it built in.
+without it the library of --ort-library must have it built in. --npu-memory says how inputs and outputs come to the
+NPU: in memory that it shares with the CPU, or copied in each run; auto shares where the system has libcdsprpc.so.
 --verify-rows compares every row that is read with its checksum (`meki-edge reparam --checksums`).
 --cores big keeps off the slowest cores, where the kernel tells of several kinds.
 Exit status: 0 done, 1 error, 2 wrong usage, 128 + n ended by signal n.
@@ -74,20 +77,29 @@ std::uint64_t parse_row_cache(const Options& options, IoMode io) {
     return row_cache_bytes;
 }
 
-std::optional<QnnLibraries> parse_qnn(const Options& options) {
+NpuMemory parse_npu_memory(const std::string& name) {
+    if (name != "auto" && name != "shared" && name != "copied") {
+        throw UsageError("--npu-memory takes auto, shared or copied, got '" + name + "'");
+    }
+    return name == "shared" ? NpuMemory::shared : name == "copied" ? NpuMemory::copied : NpuMemory::automatic;
+}
+
+std::optional<QnnConfig> parse_qnn(const Options& options) {
     const std::string backend = options.text("--backend", "cpu");
-    const QnnLibraries libraries{options.text("--qnn-library", ""), options.text("--qnn-provider", "")};
+    const std::string library = options.text("--qnn-library", "");
+    const std::string provider = options.text("--qnn-provider", "");
+    const std::string memory = options.text("--npu-memory", "");
     if (backend == "qnn") {
-        if (libraries.backend.empty()) {
+        if (library.empty()) {
             throw UsageError("--backend qnn needs --qnn-library, the path of libQnnHtp.so");
         }
-        return libraries;
+        return QnnConfig{library, provider, parse_npu_memory(memory.empty() ? "auto" : memory)};
     }
     if (backend != "cpu") {
         throw UsageError("--backend takes cpu or qnn, got '" + backend + "'");
     }
-    if (!libraries.backend.empty() || !libraries.provider.empty()) {
-        throw UsageError("--qnn-library and --qnn-provider need --backend qnn");
+    if (!library.empty() || !provider.empty() || !memory.empty()) {
+        throw UsageError("--qnn-library, --qnn-provider and --npu-memory need --backend qnn");
     }
     return std::nullopt;
 }
@@ -110,7 +122,8 @@ void run_generate(const std::vector<std::string>& arguments) {
     const Options options(arguments,
                           {"--bundle", "--ort-library", "--prompt-file", "--max-new-tokens", "--temperature",
                            "--top-k", "--top-p", "--seed", "--stop-token", "--backend", "--qnn-library",
-                           "--qnn-provider", "--threads", "--cores", "--io", "--row-cache-bytes", "--output"},
+                           "--qnn-provider", "--npu-memory", "--threads", "--cores", "--io", "--row-cache-bytes",
+                           "--output"},
                           {"--drop-page-cache", "--stream", "--verify-rows"});
     options.required("--max-new-tokens");
     GenerateOptions parsed{parse_run(options),
@@ -130,8 +143,8 @@ void run_generate(const std::vector<std::string>& arguments) {
 void run_bench(const std::vector<std::string>& arguments) {
     const Options options(arguments,
                           {"--bundle", "--ort-library", "--trace-file", "--prompt-tokens", "--generate-tokens",
-                           "--depth", "--warmup", "--backend", "--qnn-library", "--qnn-provider", "--threads",
-                           "--cores", "--io", "--row-cache-bytes", "--output"},
+                           "--depth", "--warmup", "--backend", "--qnn-library", "--qnn-provider", "--npu-memory",
+                           "--threads", "--cores", "--io", "--row-cache-bytes", "--output"},
                           {"--drop-page-cache", "--verify-rows"});
     const BenchOptions parsed{parse_run(options),
                               options.required("--trace-file"),

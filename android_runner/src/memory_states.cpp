@@ -5,9 +5,9 @@
 
 namespace meki {
 
-MemoryStates::MemoryStates(const GraphSpec& spec) : shapes_(spec.memory_states) {
+MemoryStates::MemoryStates(const GraphSpec& spec, Allocator& allocator) : shapes_(spec.memory_states) {
     for (const StateShape& shape : shapes_) {
-        states_.emplace_back(shape.type, shape.length * shape.dim);
+        states_.emplace_back(shape.type, shape.length * shape.dim, allocator);
     }
 }
 

@@ -12,7 +12,8 @@ namespace meki {
 
 class MemoryStates {
 public:
-    explicit MemoryStates(const GraphSpec& spec);
+    // `allocator` must outlive it.
+    MemoryStates(const GraphSpec& spec, Allocator& allocator);
 
     void* state(std::size_t index) { return states_[index].data(); }  // [length, dim]
 

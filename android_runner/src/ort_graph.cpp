@@ -26,11 +26,8 @@ ONNXTensorElementDataType element_type(DType dtype) {
 
 class OrtGraph final : public Graph {
 public:
-    OrtGraph(std::string path, Ort::Session session)
-        : path_(std::move(path)),
-          memory_(Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault)),
-          session_(std::move(session)),
-          binding_(session_) {}
+    OrtGraph(std::string path, std::shared_ptr<Ort::Session> session, Ort::MemoryInfo memory)
+        : path_(std::move(path)), memory_(std::move(memory)), session_(std::move(session)), binding_(*session_) {}
 
     void bind_input(const TensorSpec& tensor, void* data) override {
         translated(path_, [&] { binding_.BindInput(tensor.name.c_str(), wrap(tensor, data)); });
@@ -41,7 +38,7 @@ public:
     }
 
     void run() override {
-        translated(path_, [&] { session_.Run(run_options_, binding_); });
+        translated(path_, [&] { session_->Run(run_options_, binding_); });
     }
 
 private:
@@ -53,7 +50,7 @@ private:
 
     std::string path_;
     Ort::MemoryInfo memory_;
-    Ort::Session session_;
+    std::shared_ptr<Ort::Session> session_;
     Ort::IoBinding binding_;
     Ort::RunOptions run_options_;
 };
@@ -67,8 +64,9 @@ Ort::Env make_env(int threads) {
     return {options, ORT_LOGGING_LEVEL_ERROR, "meki-runner"};
 }
 
-std::unique_ptr<Graph> make_graph(const std::string& path, Ort::Session session) {
-    return translated(path, [&] { return std::make_unique<OrtGraph>(path, std::move(session)); });
+std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
+                                  Ort::MemoryInfo memory) {
+    return translated(path, [&] { return std::make_unique<OrtGraph>(path, std::move(session), std::move(memory)); });
 }
 
 }  // namespace meki

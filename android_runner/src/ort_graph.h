@@ -24,7 +24,8 @@ auto translated(const std::string& path, Call call,
 // `threads` threads for all sessions together, the caller's included.
 Ort::Env make_env(int threads);
 
-// `path` is the graph's file, for errors.
-std::unique_ptr<Graph> make_graph(const std::string& path, Ort::Session session);
+// `path` is the graph's file, for errors; `memory` is the kind that its inputs and outputs are bound to.
+std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
+                                  Ort::MemoryInfo memory);
 
 }  // namespace meki

@@ -17,12 +17,13 @@ public:
         std::size_t row_dim;
     };
 
-    // `mask_value` marks the places that hold no row.
-    RowTensor(const Shape& shape, float mask_value, const ElementType& type = {}, const ElementType& mask_type = {})
+    // `mask_value` marks the places that hold no row. `allocator` must outlive the tensor.
+    RowTensor(const Shape& shape, float mask_value, Allocator& allocator, const ElementType& type = {},
+              const ElementType& mask_type = {})
         : shape_(shape),
           mask_value_(mask_value),
-          rows_(type, shape.num_tokens * shape.rows_per_token * shape.row_dim),
-          mask_(mask_type, shape.num_tokens * shape.rows_per_token),
+          rows_(type, shape.num_tokens * shape.rows_per_token * shape.row_dim, allocator),
+          mask_(mask_type, shape.num_tokens * shape.rows_per_token, allocator),
           counts_(shape.num_tokens) {
         fill(mask_.type(), mask_value, mask_.size(), mask_.data());
     }

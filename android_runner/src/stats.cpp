@@ -101,10 +101,11 @@ std::string to_json(const Report& report) {
     for (const Test& test : report.tests) {
         tests.push_back(to_json(test));
     }
-    const Json json = {{"schema", 2},
+    const Json json = {{"schema", 3},
                        {"command", report.command},
                        {"runner_version", MEKI_RUNNER_VERSION},
                        {"backend", report.backend},
+                       {"tensor_memory", report.tensor_memory},
                        {"ort_version", report.ort_version},
                        {"threads", report.threads},
                        {"cores", report.cores.empty() ? Json() : Json(report.cores)},

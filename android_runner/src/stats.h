@@ -1,4 +1,4 @@
-// What a run measured, and the JSON that it becomes (schema 1). Times are microseconds since the start.
+// What a run measured, and the JSON that it becomes (schema 3). Times are microseconds since the start.
 #pragma once
 
 #include <cstddef>
@@ -36,6 +36,7 @@ Resident resident_now();
 struct Report {
     std::string command;
     std::string backend;
+    std::string tensor_memory;  // of inputs and outputs: see Backend
     std::string ort_version;
     int threads;
     std::vector<int> cores;  // those that the threads are kept to; empty: all

@@ -15,7 +15,7 @@ void fetch_everything(const std::string& path) {
     if (places * rom.row_dim() > (std::size_t{1} << 22)) {
         return;  // sound, and too large to be worth the time
     }
-    meki::RowTensor out({4, places, rom.row_dim()}, -100);
+    meki::RowTensor out({4, places, rom.row_dim()}, -100, meki::host_allocator());
     const auto last = static_cast<std::uint32_t>(rom.address().num_tokens() - 1);
     const std::uint32_t sequence[] = {0, last, last / 2, 0};
     fetcher.submit(sequence, 0, 4, out);

@@ -72,6 +72,11 @@ static void test_refused_options(void) {
     options.verify_rows = -1;
     CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("verify_rows is -1"));
     options = filled("nowhere", "nowhere.so");
+    options.npu_memory = MEKI_NPU_MEMORY_COPIED;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("needs MEKI_COMPUTE_NPU"));
+    options.npu_memory = 3;
+    CHECK(meki_open(&options, &runner) == MEKI_ERROR_ARGUMENT && says("npu_memory is 3"));
+    options = filled("nowhere", "nowhere.so");
     CHECK(meki_open(&options, &runner) == MEKI_ERROR_LIBRARY && says("cannot load ONNX Runtime"));
     CHECK(runner == NULL && strchr(meki_last_error(), '\n') == NULL);
 }

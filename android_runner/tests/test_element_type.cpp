@@ -67,16 +67,16 @@ void integers(DType dtype, std::int32_t zero_point) {
     for (int i = 0; i < 2; ++i) {
         CHECK(found[4 + i] == std::min<int>(steps[i] + zero_point, std::numeric_limits<T>::max()));
     }
-    const meki::TensorData data(type, 5);
+    const meki::TensorData data(type, 5, meki::host_allocator());
     for (std::size_t i = 0; i < 5; ++i) {
         CHECK(static_cast<const T*>(data.data())[i] == zero_point);
     }
 }
 
 void host_inputs() {
-    const meki::HostInput same(ElementType(), 3);
+    const meki::HostInput same(ElementType(), 3, meki::host_allocator());
     CHECK(same.values() == same.data());
-    const meki::HostInput other({DType::float16, {}}, 3);
+    const meki::HostInput other({DType::float16, {}}, 3, meki::host_allocator());
     other.values()[1] = 1.5f;
     other.encode();
     const auto* halves = static_cast<const std::uint16_t*>(other.data());

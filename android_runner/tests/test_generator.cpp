@@ -93,19 +93,45 @@ void write_bundle(const std::vector<std::size_t>& shorter = {}) {
     add_checksums(directory / "rom", sizeof(float) * row_dim);
 }
 
+// Memory of the backend's own, all of which comes back before the backend goes.
+class CountingAllocator final : public meki::Allocator {
+public:
+    ~CountingAllocator() override { CHECK(live_.empty()); }
+
+    void* allocate(std::size_t num_bytes) override {
+        void* const data = meki::host_allocator().allocate(num_bytes);
+        live_[data] = num_bytes;
+        return data;
+    }
+    void free(void* data) noexcept override {
+        CHECK(live_.erase(data) == 1);
+        meki::host_allocator().free(data);
+    }
+
+    // Whether all of these bytes are in one piece of its memory.
+    bool holds(const void* data, std::size_t num_bytes) const {
+        const auto found = live_.find(const_cast<void*>(data));
+        return found != live_.end() && num_bytes <= found->second;
+    }
+
+private:
+    std::map<void*, std::size_t> live_;
+};
+
 // Copies its input on, its rows to the logits of the last part, and the first element of what it gives to the keys.
 class CopyingGraph final : public meki::Graph {
 public:
-    CopyingGraph(std::string name, std::vector<std::string>& runs) : name_(std::move(name)), runs_(runs) {}
+    CopyingGraph(std::string name, std::vector<std::string>& runs, const CountingAllocator& memory)
+        : name_(std::move(name)), runs_(runs), memory_(memory) {}
 
     void bind_input(const meki::TensorSpec& tensor, void* data) override {
-        bound_[tensor.role] = data;
+        bind(tensor, data);
         if (tensor.role == "past_key") {
             length_ = static_cast<std::size_t>(tensor.shape[3]);
         }
     }
     void bind_output(const meki::TensorSpec& tensor, void* data) override {
-        bound_[tensor.role] = data;
+        bind(tensor, data);
         num_tokens_ = static_cast<std::size_t>(tensor.role == "hidden" ? tensor.shape[1] : num_tokens_);
     }
 
@@ -121,6 +147,11 @@ public:
     std::uint16_t* half(const char* role) { return static_cast<std::uint16_t*>(bound_[role]); }
 
 private:
+    void bind(const meki::TensorSpec& tensor, void* data) {
+        CHECK(memory_.holds(data, tensor.num_elements() * tensor.type.size()));
+        bound_[tensor.role] = data;
+    }
+
     void copy() {
         runs_.push_back(name_);
         seen_.clear();
@@ -150,6 +181,7 @@ private:
 
     std::string name_;
     std::vector<std::string>& runs_;
+    const CountingAllocator& memory_;
     std::map<std::string, void*> bound_;
     std::vector<float> seen_;
     std::size_t length_ = 0;
@@ -158,16 +190,29 @@ private:
 
 class CopyingBackend final : public meki::Backend {
 public:
+    explicit CopyingBackend(bool largest_is_first = false) : largest_is_first_(largest_is_first) {}
+
     std::string name() const override { return "copying"; }
     std::unique_ptr<meki::Graph> load(const std::string& bundle, const meki::PartFile& part) override {
         CHECK(bundle == directory / "");
-        auto graph = std::make_unique<CopyingGraph>(part.file, runs);
+        auto graph = std::make_unique<CopyingGraph>(part.file, runs, memory);
         graphs[part.file] = graph.get();
         return graph;
     }
 
+    meki::Allocator& allocator() override {
+        CHECK(!graphs.empty());  // a provider has none before
+        return memory;
+    }
+    const char* tensor_memory() const override { return "shared"; }
+    bool largest_first() const override { return largest_is_first_; }
+
+    CountingAllocator memory;
     std::vector<std::string> runs;
     std::map<std::string, CopyingGraph*> graphs;
+
+private:
+    bool largest_is_first_;
 };
 
 void check_logits(const meki::Generator& generator, std::uint32_t id) {
@@ -268,6 +313,14 @@ void steps_run_in_the_shortest_context() {
     }
 }
 
+// A provider that notes the size of memory at its first use sees the longest context's first; nothing is left of that.
+void the_longest_context_can_go_first() {
+    CopyingBackend backend(true);
+    meki::Generator generator(directory / "", backend, {meki::IoMode::pread, 0, false}, true);
+    CHECK((backend.runs == Runs{"decode0", "decode1"}) && generator.length() == 0);
+    feed(backend, generator, {5, 2}, {7}, {"prefill_c2_", "decode_c4_"});
+}
+
 // Of our own code, on any thread, once the vectors have their size.
 void decoding_allocates_nothing(const meki::RowIo& io) {
     CopyingBackend backend;
@@ -302,4 +355,5 @@ int main() {
     decoding_allocates_nothing({meki::IoMode::pread, 1000, false});  // nor does growing
     part_time = {};
     steps_run_in_the_shortest_context();
+    the_longest_context_can_go_first();
 }

@@ -38,7 +38,7 @@ void written_in_place(const meki::ElementType& type, T zero) {
     };
     for (std::size_t position = 0; position < context; ++position) {
         for (std::size_t count = 1; count <= num_tokens && position + count <= context; ++count) {
-            meki::KvCache cache(spec);
+            meki::KvCache cache(spec, meki::host_allocator());
             std::vector<T> key(heads * dim * num_tokens), value(heads * num_tokens * dim);
             for (std::size_t head = 0; head < heads; ++head) {
                 for (std::size_t token = 0; token < num_tokens; ++token) {
@@ -77,7 +77,10 @@ template <typename T>
 class Checked {
 public:
     Checked(const meki::ElementType& type, T zero, const std::vector<std::size_t>& lengths)
-        : zero_(zero), shortest_(lengths.front()), slots_(shortest_), cache_(spec_of(type, lengths)) {
+        : zero_(zero),
+          shortest_(lengths.front()),
+          slots_(shortest_),
+          cache_(spec_of(type, lengths), meki::host_allocator()) {
         for (std::size_t layer = 0; layer < 2; ++layer) {
             addresses_.push_back(cache_.keys(layer));
             addresses_.push_back(cache_.values(layer));

@@ -17,7 +17,7 @@ void appended(const meki::ElementType& type, T zero, T (*element)(int)) {
     for (const std::size_t length : {1u, 2u, 4u, 5u, 9u}) {
         meki::GraphSpec spec{};
         spec.memory_states = {{2, 2, {}}, {length, dim, type}};
-        meki::MemoryStates states(spec);
+        meki::MemoryStates states(spec, meki::host_allocator());
         const T* state = static_cast<const T*>(states.state(1));
         std::vector<T> history(length * dim, zero);
         int next = 1;

@@ -39,7 +39,7 @@ struct Random {
 constexpr float masked = -100.0f;
 
 meki::RowTensor make_tensor(std::size_t num_tokens = max_batch, std::size_t rows_per_token = 1) {
-    return {{num_tokens, rows_per_token, dim}, masked};
+    return {{num_tokens, rows_per_token, dim}, masked, meki::host_allocator()};
 }
 
 // Each token has these rows, and zeros at its other places.

@@ -31,6 +31,7 @@ def _record(results: dict[str, Any], arm: dict[str, Any], name: str, test: dict[
         "bundle": arm["name"],
         "table_precision": arm["metrics"]["table_precision"],
         "backend": runner["backend"],
+        "tensor_memory": runner["tensor_memory"],
         "threads": runner["threads"],
         "cores": runner["cores"],
         "io": runner["io"] if has_rows else None,

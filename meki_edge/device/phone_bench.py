@@ -37,6 +37,8 @@ class PhoneRunConfig(run.RunConfig):
     """The folder on the phone that bundles were sideloaded to."""
     npu: bool = False
     """Run the bundles' Hexagon binaries, not their graphs on the CPU."""
+    npu_memory: str = "auto"
+    """Their inputs and outputs: ``shared`` with the NPU, ``copied`` in each step, or ``auto``: shared if that works."""
     cool_to_celsius: float = 45.0
     """Before each repetition, wait until the processor's hottest zone is no hotter than this."""
     cool_wait_s: float = 300.0
@@ -54,6 +56,8 @@ def bench(
     """
     if config.cool_wait_s < 0:
         raise UserError(f"the wait is {config.cool_wait_s} s", where="--cool-wait", fix="give 0 or more")
+    if config.npu_memory != "auto" and not config.npu:
+        raise UserError("only the NPU has memory to share", where="--npu-memory", fix="give --compute npu")
     config = dataclasses.replace(config, threads=config.threads or DEFAULT_THREADS)
     places = sideload.layout(config.target)
     opened = [open_bundle(directory) for directory in bundles]
@@ -70,7 +74,7 @@ def bench(
         return output.complete
     facts = phone_facts.read(device, places.target)
     failures = output.partial / "failed"
-    harness = PhoneRunner(device, places, npu=config.npu, failures=failures)
+    harness = PhoneRunner(device, places, npu=config.npu, npu_memory=config.npu_memory, failures=failures)
     for arm in opened:
         harness.require(arm.directory)
     trace = run.write_trace(output.partial, shards, config)

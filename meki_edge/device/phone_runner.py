@@ -53,15 +53,23 @@ class PhoneRunner:
     """
 
     def __init__(
-        self, device: Device, places: Layout, *, npu: bool = False, failures: Path | None = None
+        self,
+        device: Device,
+        places: Layout,
+        *,
+        npu: bool = False,
+        npu_memory: str = "auto",
+        failures: Path | None = None,
     ) -> None:
         """
         Args:
             npu: run the bundles' Hexagon binaries.
+            npu_memory: the harness's ``--npu-memory``.
             failures: a directory that gets the phone's log when a run fails; by default a temporary one.
         """
         self.device, self.places = device, places
         self._npu = npu
+        self._npu_memory = npu_memory
         self._failures = failures
         self._bundles: dict[Path, str] = {}  # what was checked already: directory here → folder there
         self._forget_dead_runs()
@@ -161,7 +169,7 @@ class PhoneRunner:
         if not self._npu:
             return []
         runtime = self.places.runtime
-        options = ["--backend", "qnn", "--qnn-library", f"{runtime}/{QNN_LIBRARY}"]
+        options = ["--backend", "qnn", "--qnn-library", f"{runtime}/{QNN_LIBRARY}", "--npu-memory", self._npu_memory]
         if self.device.run(command("ls", f"{runtime}/{QNN_PROVIDER}")).status == 0:  # where it is a plug-in
             options += ["--qnn-provider", f"{runtime}/{QNN_PROVIDER}"]
         return options

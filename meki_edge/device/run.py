@@ -33,7 +33,16 @@ STAGE = "run"
 SCHEMA = 3  # of results.json
 RESULTS = "results.json"
 TRACE = "raw/trace.txt"
-RUNNER_FACTS = ("runner_version", "backend", "ort_version", "threads", "cores", "io", "verify_rows")
+RUNNER_FACTS = (
+    "runner_version",
+    "backend",
+    "tensor_memory",
+    "ort_version",
+    "threads",
+    "cores",
+    "io",
+    "verify_rows",
+)
 WARM_ROWS = 1024  # read at a time to warm the page cache
 
 

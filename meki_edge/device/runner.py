@@ -17,7 +17,7 @@ from meki_edge.files import read_json
 
 BINARY_VARIABLE = "MEKI_RUNNER"
 BUILT_BINARY = Path(__file__).parents[2] / "build/runner/meki-runner"
-REPORT_SCHEMA = 2
+REPORT_SCHEMA = 3
 END_SECONDS = 10.0  # what a harness that was told to end gets to finish its step
 
 _ERROR = re.compile(r"^error: (?P<what>.*) \[(?P<where>.*?)\] (?P<fix>.*)$", re.MULTILINE)

@@ -44,6 +44,7 @@ def results(*arms: dict[str, Any], depth: int = 0) -> dict[str, Any]:
         "runner": {
             "runner_version": "0.1.0",
             "backend": "cpu",
+            "tensor_memory": "host",
             "ort_version": "1.32.0",
             "threads": 2,
             "cores": [4, 7],

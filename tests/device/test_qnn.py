@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_runner import generate
@@ -68,9 +71,91 @@ def test_the_simulators_tokens_are_the_cpus(
     arguments = ["--bundle", str(bundle), "--prompt-file", str(tmp_path / "ids.txt"), "--max-new-tokens", "12"]
     found = runner.run_json(["generate", *arguments, *qnn(library), "--stream"], on_token=streamed.append)
     assert (found["backend"], expected["backend"]) == ("qnn", "cpu")
+    assert (found["tensor_memory"], expected["tensor_memory"]) == ("copied", "host")
     # What the simulator prints is not taken for ids.
     assert streamed == found["generated_tokens"] == expected["generated_tokens"]
     assert all(step["rows_read"] > 0 for test in found["tests"] for step in test["steps"])
+
+
+class Phone:
+    """The memory of a phone (tests/phone_memory.c of the harness) around the simulator."""
+
+    def __init__(self, directory: Path, stand_in: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        directory.mkdir()
+        for name in ("libcdsprpc.so", "libQnnHtpPhone.so"):
+            (directory / name).symlink_to(stand_in)
+        (directory / "libQnnSystem.so").symlink_to(library / "libQnnSystem.so")
+        self._log = directory / "log.json"
+        provider = library / "libonnxruntime_providers_qnn.so"
+        self.options = ["--backend", "qnn", "--qnn-library", str(directory / "libQnnHtpPhone.so")]
+        self.options += ["--qnn-provider", str(provider)]
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(directory))
+        monkeypatch.setenv("PHONE_QNN_LIBRARY", str(library / "libQnnHtp.so"))
+        monkeypatch.setenv("PHONE_LOG", str(self._log))
+
+    def counts(self) -> dict[str, int]:
+        """What the last run did; nothing if it took no memory."""
+        found = json.loads(self._log.read_text()) if self._log.exists() else {}
+        self._log.unlink(missing_ok=True)
+        return found
+
+
+@pytest.fixture
+def phone(binary: Path, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Phone:
+    build = binary.parent
+    subprocess.run(["cmake", "--build", build, "--target", "phone_memory", "-j2"], check=True)
+    return Phone(tmp_path / "phone", build / "tests/libphone_memory.so", library, monkeypatch)
+
+
+def test_inputs_and_outputs_lie_in_memory_that_the_npu_sees(
+    bundle: Path, phone: Phone, tokens_dir: Path, tmp_path: Path
+) -> None:
+    """The real provider registers each tensor's memory, and the NPU finds the caller's bytes by the handle alone."""
+    prompt = tokens.open_shards(tokens_dir).validation[:21].tolist()
+
+    def run(*options: str) -> tuple[dict[str, Any], dict[str, int]]:
+        return generate(bundle, tmp_path, prompt, 12, *phone.options, *options), phone.counts()
+
+    expected = generate(bundle, tmp_path, prompt, 12)["generated_tokens"]
+    spec = json.loads((bundle / "graph_spec.json").read_text())
+    tensors = {
+        name: sum(len(part["inputs"]) + len(part["outputs"]) for part in spec[name]["parts"])
+        for name in ("prefill", "decode")
+    }
+    for options in ([], ["--npu-memory", "shared"]):
+        report, counts = run(*options)
+        assert (report["tensor_memory"], report["generated_tokens"]) == ("shared", expected)
+        # Three chunks of the prompt, the first two with rows in either slot; then eleven tokens.
+        assert counts["runs"] == 2 * (3 + 11)
+        assert counts["shared_tensors"] == 3 * tensors["prefill"] + 11 * tensors["decode"]
+        assert counts["copied_tensors"] == 0
+        assert 0 < counts["allocated"] == counts["freed"]
+        # Once for each tensor of a graph, with both row slots of the prefill: not once for each run.
+        assert counts["registered"] == counts["deregistered"]
+        assert sum(tensors.values()) <= counts["registered"] <= sum(tensors.values()) + 2
+    report, counts = run("--npu-memory", "copied")
+    assert (report["tensor_memory"], report["generated_tokens"], counts) == ("copied", expected, {})
+
+
+def test_memory_that_cannot_be_shared(
+    bundle: Path, library: Path, phone: Phone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(*options: str) -> UserError:
+        with pytest.raises(UserError) as caught:
+            generate(bundle, tmp_path, [1, 2], 1, *options)
+        return caught.value
+
+    monkeypatch.setenv("PHONE_MEMORY_BYTES", "10000")
+    full = refusal(*phone.options)
+    assert "bytes of memory to share with the NPU: rpcmem_alloc() failed" in full.what
+    assert full.where == "libcdsprpc.so" and "--npu-memory copied" in full.fix
+    counts = phone.counts()
+    assert counts["allocated"] == counts["freed"] > 0
+    assert "--npu-memory takes auto, shared or copied" in refusal(*phone.options, "--npu-memory", "both").what
+    assert "need --backend qnn" in refusal("--npu-memory", "shared").what
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    missing = refusal(*qnn(library), "--npu-memory", "shared")
+    assert "no memory can be shared with the NPU" in missing.what and missing.where == "libcdsprpc.so"
 
 
 def test_what_is_missing_is_said(bundle: Path, library: Path, tmp_path: Path) -> None:

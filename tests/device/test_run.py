@@ -193,7 +193,7 @@ def test_a_harness_of_another_version_is_refused(
     old.chmod(0o755)
     monkeypatch.setenv("MEKI_RUNNER", str(old))
     config = RunConfig(prompt_tokens=0, generate_tokens=2, repetitions=1, threads=1)
-    with pytest.raises(UserError, match="the harness is of another version: its report has schema 1, not 2"):
+    with pytest.raises(UserError, match="the harness is of another version: its report has schema 1, not 3"):
         run([bundles["meki"]], tokens_dir, tmp_path / "out", config)
 
 

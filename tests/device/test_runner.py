@@ -267,7 +267,7 @@ def test_bench_feeds_the_trace(depth: int, bundles: dict[str, Path], text: list[
         ("pp40", 40, 3),
         ("tg9", 9, 9),
     ]
-    assert (report["schema"], report["command"], report["backend"], report["io"]) == (2, "bench", "cpu", "pread")
+    assert (report["schema"], report["command"], report["backend"], report["io"]) == (3, "bench", "cpu", "pread")
     assert report["page_cache_dropped"] is True and report["rom_bytes_per_token"] == stride
     for moment in ("resident_at_start", "resident_at_end"):
         memory = report[moment]

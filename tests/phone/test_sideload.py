@@ -263,7 +263,14 @@ def test_what_the_npu_needs_is_checked_and_named_to_the_harness(
     sideload.sideload([bundle], device, config)
     sideload.require_sideloaded(device, places, bundle, npu=True)
     options = PhoneRunner(device, places, npu=True)._backend()
-    assert options == ["--backend", "qnn", "--qnn-library", f"{places.runtime}/libQnnHtp.so"]
+    assert options == [
+        "--backend",
+        "qnn",
+        "--qnn-library",
+        f"{places.runtime}/libQnnHtp.so",
+        "--npu-memory",
+        "auto",
+    ]
     write_elf(sdk / "lib/libonnxruntime_providers_qnn.so")
     sideload.sideload([bundle], device, config)
     options = PhoneRunner(device, places, npu=True)._backend()
