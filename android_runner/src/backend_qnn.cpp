@@ -19,7 +19,8 @@ constexpr const char* provider_name = "QNNExecutionProvider";
 constexpr std::uint32_t plugin_api = 22;  // the first with plug-in providers
 constexpr int threads = 1;                // no node may run on the CPU
 constexpr const char* rpcmem_library = "libcdsprpc.so";
-constexpr const char* fix_memory = "use an ONNX Runtime with QNN 2.28 or later, or --npu-memory copied";
+constexpr const char* fix_shared =
+    "check that the bundle is complete; if it is the memory that cannot be shared, run with --npu-memory copied";
 constexpr const char* fix_provider =
     "name this platform's libonnxruntime_providers_qnn.so with --qnn-provider, or leave it out for an ONNX Runtime "
     "with QNN built in";
@@ -31,12 +32,15 @@ std::string loader_error() {
     return reason != nullptr ? reason : "unknown reason";
 }
 
-// Whether memory is shared. The library stays open: the provider opens it by the same name.
+// Whether memory is shared. The library stays open: the provider opens it by the same name, and needs these of it.
 bool can_share(NpuMemory memory) {
     if (memory == NpuMemory::copied) {
         return false;
     }
-    if (open_library(rpcmem_library) != nullptr) {
+    void* const library = open_library(rpcmem_library);
+    const auto has = [library](const char* function) { return ::dlsym(library, function) != nullptr; };
+    if (library != nullptr && has("rpcmem_alloc") && has("rpcmem_free") && has("rpcmem_to_fd") &&
+        has("remote_register_buf_attr2")) {
         return true;
     }
     if (memory == NpuMemory::shared) {
@@ -83,14 +87,16 @@ std::unique_ptr<Graph> OrtQnnBackend::load(const std::string& bundle, const Part
                     "run `meki-edge compile`, and pack with --compiled");
     }
     const Ort::SessionOptions options = session_options();
-    auto session = translated(path, [&] { return std::make_shared<Ort::Session>(env_, path.c_str(), options); });
+    const auto open = [&] { return std::make_shared<Ort::Session>(env_, path.c_str(), options); };
     if (!shares_memory_) {
-        return make_graph(path, std::move(session), Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault));
+        return make_graph(path, translated(path, open),
+                          Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault));
     }
+    std::shared_ptr<Ort::Session> session = translated(path, open, fix_shared);
     if (!shared_memory_) {
-        translated(config_.library, [&] { shared_memory_.emplace(session); }, fix_memory);
+        translated(path, [&] { shared_memory_.emplace(session); }, fix_shared);
     }
-    return make_graph(path, std::move(session), SharedMemory::info());
+    return make_graph(path, std::move(session), SharedMemory::info(), fix_shared);
 }
 
 Allocator& OrtQnnBackend::allocator() {

@@ -26,8 +26,12 @@ ONNXTensorElementDataType element_type(DType dtype) {
 
 class OrtGraph final : public Graph {
 public:
-    OrtGraph(std::string path, std::shared_ptr<Ort::Session> session, Ort::MemoryInfo memory)
-        : path_(std::move(path)), memory_(std::move(memory)), session_(std::move(session)), binding_(*session_) {}
+    OrtGraph(std::string path, std::shared_ptr<Ort::Session> session, Ort::MemoryInfo memory, const char* fix)
+        : path_(std::move(path)),
+          fix_(fix),
+          memory_(std::move(memory)),
+          session_(std::move(session)),
+          binding_(*session_) {}
 
     void bind_input(const TensorSpec& tensor, void* data) override {
         translated(path_, [&] { binding_.BindInput(tensor.name.c_str(), wrap(tensor, data)); });
@@ -38,7 +42,8 @@ public:
     }
 
     void run() override {
-        translated(path_, [&] { session_->Run(run_options_, binding_); });
+        translated(
+            path_, [&] { session_->Run(run_options_, binding_); }, fix_);
     }
 
 private:
@@ -49,6 +54,7 @@ private:
     }
 
     std::string path_;
+    const char* fix_;
     Ort::MemoryInfo memory_;
     std::shared_ptr<Ort::Session> session_;
     Ort::IoBinding binding_;
@@ -65,8 +71,10 @@ Ort::Env make_env(int threads) {
 }
 
 std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
-                                  Ort::MemoryInfo memory) {
-    return translated(path, [&] { return std::make_unique<OrtGraph>(path, std::move(session), std::move(memory)); });
+                                  Ort::MemoryInfo memory, const char* fix) {
+    return translated(path, [&] {
+        return std::make_unique<OrtGraph>(path, std::move(session), std::move(memory), fix);
+    });
 }
 
 }  // namespace meki

@@ -10,10 +10,11 @@
 
 namespace meki {
 
+constexpr const char* fix_bundle = "check that the bundle is complete, or make it again with `meki-edge pack`";
+
 // Ort::Exception, as one of our errors about the file at `path`.
 template <typename Call>
-auto translated(const std::string& path, Call call,
-                const char* fix = "check that the bundle is complete, or make it again with `meki-edge pack`") {
+auto translated(const std::string& path, Call call, const char* fix = fix_bundle) {
     try {
         return call();
     } catch (const Ort::Exception& error) {
@@ -24,8 +25,8 @@ auto translated(const std::string& path, Call call,
 // `threads` threads for all sessions together, the caller's included.
 Ort::Env make_env(int threads);
 
-// `path` is the graph's file, for errors; `memory` is the kind that its inputs and outputs are bound to.
+// `memory` is the kind that its inputs and outputs are bound to. `path`, the graph's file, and `fix` are for errors.
 std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
-                                  Ort::MemoryInfo memory);
+                                  Ort::MemoryInfo memory, const char* fix = fix_bundle);
 
 }  // namespace meki

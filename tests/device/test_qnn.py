@@ -153,6 +153,9 @@ def test_memory_that_cannot_be_shared(
     assert counts["allocated"] == counts["freed"] > 0
     assert "--npu-memory takes auto, shared or copied" in refusal(*phone.options, "--npu-memory", "both").what
     assert "need --backend qnn" in refusal("--npu-memory", "shared").what
+    monkeypatch.delenv("PHONE_MEMORY_BYTES")
+    unregistered = refusal(*qnn(library))  # the simulator alone
+    assert "memRegister() failed" in unregistered.what and "--npu-memory copied" in unregistered.fix
     monkeypatch.delenv("LD_LIBRARY_PATH")
     missing = refusal(*qnn(library), "--npu-memory", "shared")
     assert "no memory can be shared with the NPU" in missing.what and missing.where == "libcdsprpc.so"
