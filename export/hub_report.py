@@ -144,10 +144,12 @@ def _arm(
             graphs[unit.name] |= _graph(profiles[key]) if key in profiles else {}
             graphs[unit.name] |= {"agreement": agreements[key]} if key in agreements else {}
     figures: dict[str, Any] = {"parts": arm.num_parts, "graphs": graphs}
+    apart = arm.spec is not None and arm.spec.head_is_apart
     for suffix in ("", *map(context_suffix, arm.shorter_contexts)):
         for name in ("decode", "prefill"):
             if parts := _profiled(arm, graphs, name + suffix):
-                figures[f"{name}_us{suffix}"] = sum(graph["inference_us"] for graph in parts)
+                run = parts[:-1] if apart and name == "prefill" else parts  # the harness runs decode's head instead
+                figures[f"{name}_us{suffix}"] = sum(graph["inference_us"] for graph in run)
         if decode_us := figures.get(f"decode_us{suffix}"):
             figures[f"tokens_per_s{suffix}"] = 1e6 / decode_us
     if decode := _profiled(arm, graphs, "decode"):
@@ -157,9 +159,11 @@ def _arm(
         figures["units"] = {unit: sum(graph["units"].get(unit, 0) for graph in decode) for unit in UNITS}
     if arm.spec is not None and "prefill_us" in figures:
         figures["prefill_tokens_per_s"] = arm.spec.prefill.num_tokens * 1e6 / figures["prefill_us"]
+    if arm.spec is not None and {"prefill_us", "decode_us"} <= figures.keys():
+        head_us = decode[-1]["inference_us"] if apart else 0
         for length in prompt_lengths:
             if length < arm.spec.context_length:
-                figures[f"first_token_us_{length}"] = _first_token(arm.spec, figures, length)
+                figures[f"first_token_us_{length}"] = _first_token(arm.spec, figures, length, head_us)
     figures["peak_memory_bytes"] = _peak(arm, graphs)
     logits = [graph["agreement"]["logits"] for graph in graphs.values() if "logits" in graph.get("agreement", {})]
     if logits:
@@ -177,16 +181,25 @@ def _profiled(arm: Arm, graphs: dict[str, Any], name: str) -> list[dict[str, Any
     return parts if len(parts) == arm.num_parts and all("inference_us" in part for part in parts) else []
 
 
-def _first_token(spec: GraphSpec, figures: dict[str, Any], length: int) -> float:
-    """The prefill chunks of a prompt, each in the shortest context that holds it (of those that were profiled)."""
+def _first_token(spec: GraphSpec, figures: dict[str, Any], length: int, head_us: float) -> float:
+    """What the harness runs for a prompt, each step in the shortest context that holds it, of those that were profiled.
+
+    Those are chunks of prefill, and decode for a last single token. A head that is apart takes ``head_us``: it runs
+    once, for the last token.
+    """
     chunk = spec.prefill.num_tokens
-    times = sorted(
-        (one.context_length, figures[f"prefill_us{suffix}"])
+    contexts = sorted(
+        (one.context_length, suffix)
         for suffix, one in spec.contexts.items()
-        if f"prefill_us{suffix}" in figures
+        if {f"prefill_us{suffix}", f"decode_us{suffix}"} <= figures.keys()
     )
-    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
-    return sum(next(us for context, us in times if end <= context) for end in ends)
+    total = head_us
+    for start in range(0, length, chunk):
+        end = min(start + chunk, length)
+        suffix = next(suffix for context, suffix in contexts if end <= context)
+        single = end - start == 1
+        total += figures[f"decode_us{suffix}"] - head_us if single else figures[f"prefill_us{suffix}"]
+    return total
 
 
 def _graph(profile: dict[str, Any]) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def export(
     verify_tokens: Annotated[int, typer.Option(min=1, help="Tokens of real text that ONNX and torch are compared on.")] = 200,
     parts: Annotated[int, typer.Option(min=1, help="Cut each graph into so many parts of about as many layers.")] = 1,
     split_layers: Annotated[str | None, typer.Option(help="Cut it before these layers instead, such as 2,14.")] = None,
-    head_part: Annotated[bool, typer.Option("--head-part", help="The final norm and the head are a part of their own.")] = False,
+    head_part: Annotated[bool, typer.Option("--head-part", help="The final norm and the head are a part of their own, which runs once a prompt.")] = False,
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: float32 or float16.")] = "float32",
     force: Force = False,
     as_json: Json = False,

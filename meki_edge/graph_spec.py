@@ -201,6 +201,13 @@ class GraphSpec:
             )
         return found
 
+    @property
+    def head_is_apart(self) -> bool:
+        """Whether the last part of both graphs is the head alone: then decode's serves the last token of a prompt."""
+        last = [graph.parts[-1] for graph in (self.prefill, self.decode) if len(graph.parts) > 1]
+        takes = {(tensor.role, tensor.dtype, tensor.quantization) for part in last for tensor in part.inputs}
+        return len(last) == 2 and len(takes) == 1 and all([t.role for t in part.inputs] == [HIDDEN] for part in last)
+
     def map_graphs(self, change: Callable[[Graph], Graph]) -> GraphSpec:
         """The spec with every graph changed."""
 

@@ -3,16 +3,12 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 namespace meki {
 
 namespace {
-
-TensorData output_data(const GraphFile& file, const char* role, Allocator& allocator, std::size_t index = 0) {
-    const TensorSpec& tensor = file.output(role, index);
-    return {tensor.type, tensor.num_elements(), allocator};
-}
 
 HostInput host_input(const GraphFile& file, const char* role, Allocator& allocator) {
     const TensorSpec& tensor = file.input(role);
@@ -23,7 +19,8 @@ std::vector<TensorData> outputs_data(const GraphFile& file, const char* role, st
                                      Allocator& allocator) {
     std::vector<TensorData> memory;
     for (std::size_t index = 0; index < count; ++index) {
-        memory.push_back(output_data(file, role, allocator, index));
+        const TensorSpec& tensor = file.output(role, index);
+        memory.emplace_back(tensor.type, tensor.num_elements(), allocator);
     }
     return memory;
 }
@@ -47,12 +44,13 @@ std::vector<std::vector<std::size_t>> find_new_roms(const GraphFile& file, std::
 
 BoundGraph::BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
                        MemoryStates& states, Allocator& allocator)
-    : BoundGraph(spec, spec.longest().*file, cache, states, allocator) {
+    : BoundGraph(spec, spec.longest().*file, contexts.front().size() == (spec.longest().*file).parts.size(), cache,
+                 states, allocator) {
     for (std::size_t i = 0; i < contexts.size(); ++i) {
         const Context& context = spec.contexts[i];
         const GraphFile& own = context.*file;
         contexts_.push_back({context, own, host_input(own, "attention_mask", allocator), 0, std::move(contexts[i])});
-        for (std::size_t part = 0; part < own.parts.size(); ++part) {
+        for (std::size_t part = 0; part < num_parts(); ++part) {
             for (const TensorSpec& tensor : own.parts[part].inputs) {
                 contexts_[i].parts[part]->bind_input(tensor, memory(contexts_[i], tensor));
             }
@@ -63,17 +61,18 @@ BoundGraph::BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vec
     }
 }
 
-BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states,
-                       Allocator& allocator)
+BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, bool has_head, KvCache& cache,
+                       MemoryStates& states, Allocator& allocator)
     : spec_(spec),
       num_tokens_(file.num_tokens),
+      has_head_(has_head),
       cache_(cache),
       states_(states),
       new_roms_(find_new_roms(file, spec.roms.size())),
       embeds_(host_input(file, "input_embeds", allocator)),
       cos_(host_input(file, "position_cos", allocator)),
       sin_(host_input(file, "position_sin", allocator)),
-      logits_(output_data(file, "logits", allocator)),
+      logits_(file.output("logits").type, has_head ? num_tokens_ * spec.vocab_size : 0, allocator),
       token_logits_(logits_.type() == ElementType() ? 0 : spec.vocab_size),
       hidden_(outputs_data(file, "hidden", file.parts.size() - 1, allocator)),
       present_keys_(outputs_data(file, "present_key", spec.num_hidden_layers, allocator)),
@@ -91,6 +90,14 @@ BoundGraph::BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& ca
                               rows.masked() ? file.input("memory_mask", rom).type : ElementType());
         }
     }
+}
+
+void BoundGraph::run_head(std::size_t context, const BoundGraph& other, std::size_t token) {
+    const TensorData& hidden = other.hidden_.back();
+    const std::size_t size = spec_.hidden_size;
+    std::memcpy(hidden_.back().data(), hidden.at(token * size), size * hidden.type().size());
+    context_ = context;
+    run(num_parts() - 1);
 }
 
 const float* BoundGraph::logits(std::size_t token) {

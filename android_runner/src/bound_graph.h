@@ -25,18 +25,22 @@ public:
     using Parts = std::vector<std::unique_ptr<Graph>>;
 
     // Binds everything once. `file` is the prefill or the decode graph, `contexts` are its parts in each context of
-    // the spec, in order. `spec`, `cache`, `states` and `allocator` must outlive the graph.
+    // the spec, in order; the last one may be left out where the head is apart. `spec`, `cache`, `states` and `allocator` must outlive the graph.
     BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
                MemoryStates& states, Allocator& allocator);
 
     std::size_t num_tokens() const { return num_tokens_; }
-    std::size_t num_parts() const { return new_roms_.size(); }
+    std::size_t num_parts() const { return new_roms_.size() - (has_head_ ? 0 : 1); }
     // The ROM files whose rows `part` takes and no part before it: what it has to wait for.
     const std::vector<std::size_t>& new_roms(std::size_t part) const { return new_roms_[part]; }
     float* embeds() { return embeds_.values(); }  // [T, hidden_size]
     RowTensor& rows(std::size_t rom, std::size_t slot) { return rows_[slot][rom]; }
+    // Whether it gives logits.
+    bool has_head() const { return has_head_; }
     // Of a token of the last run, until the next call.
     const float* logits(std::size_t token);
+    // Runs the head alone, which is apart, for a token of the last run of another graph.
+    void run_head(std::size_t context, const BoundGraph& other, std::size_t token);
 
     // For the runs that follow: the embeddings that were written, the mask and rotary angles of T tokens after
     // `position` cached ones, and the row buffers of `row_slot`. They run in the context of that index; the cache
@@ -58,7 +62,7 @@ private:
     };
 
     // Without any context yet.
-    BoundGraph(const GraphSpec& spec, const GraphFile& file, KvCache& cache, MemoryStates& states,
+    BoundGraph(const GraphSpec& spec, const GraphFile& file, bool has_head, KvCache& cache, MemoryStates& states,
                Allocator& allocator);
 
     // The memory of an input or output.
@@ -67,6 +71,7 @@ private:
 
     const GraphSpec& spec_;
     std::size_t num_tokens_;
+    bool has_head_;
     KvCache& cache_;
     MemoryStates& states_;
     std::size_t context_ = 0;  // of the runs
@@ -78,7 +83,7 @@ private:
     TensorData logits_;
     Buffer<float> token_logits_;  // of one token, where the graph does not give float32
     std::array<std::vector<RowTensor>, num_row_slots> rows_;
-    std::vector<TensorData> hidden_;  // after each part but the last
+    std::vector<TensorData> hidden_;  // after each part of the file but the last
     std::vector<TensorData> present_keys_;
     std::vector<TensorData> present_values_;
     std::vector<TensorData> present_states_;

@@ -47,19 +47,21 @@ Generator::Generator(const std::string& bundle, Backend& backend, const RowIo& i
 Generator::Loaded Generator::load(const std::string& bundle, Backend& backend, bool with_prefill) {
     Loaded loaded;
     loaded.spec = read_graph_spec(bundle + "/graph_spec.json");
-    const auto load_all = [&](GraphFile Context::*file) {
+    const auto load_all = [&](GraphFile Context::*file, bool without_head) {
         std::vector<BoundGraph::Parts> contexts;
         for (const Context& context : loaded.spec.contexts) {
             BoundGraph::Parts& parts = contexts.emplace_back();
-            for (const PartFile& part : (context.*file).parts) {
-                parts.push_back(backend.load(bundle, part));
+            const std::vector<PartFile>& files = (context.*file).parts;
+            for (std::size_t part = 0; part < files.size() - (without_head ? 1 : 0); ++part) {
+                parts.push_back(backend.load(bundle, files[part]));
             }
         }
         return contexts;
     };
-    loaded.decode = load_all(&Context::decode);
+    loaded.decode = load_all(&Context::decode, false);
     if (with_prefill) {
-        loaded.prefill = load_all(&Context::prefill);
+        // The logits of a prompt's last token are all that anybody wants: decode's head gives them.
+        loaded.prefill = load_all(&Context::prefill, loaded.spec.head_is_apart());
     }
     return loaded;
 }
@@ -224,10 +226,16 @@ void Generator::run(const Chunk& chunk, std::uint64_t start_us, std::vector<Step
         graph.run(part);
         run_us += now_us() - run_start_us;
     }
+    const bool last = chunk.position + chunk.count == sequence_.size();
+    if (!graph.has_head() && last) {
+        const std::uint64_t run_start_us = now_us();
+        decode_->run_head(chunk.context, graph, chunk.count - 1);
+        run_us += now_us() - run_start_us;
+    }
     const std::uint64_t end_us = now_us();
     pending_ = Pending{&graph, chunk.count, length_};
     length_ += chunk.count;
-    logits_ = graph.logits(chunk.count - 1);
+    logits_ = !last ? nullptr : graph.has_head() ? graph.logits(chunk.count - 1) : decode_->logits(0);
     steps.push_back({chunk.count, start_us, end_us, run_us, fetched});
 }
 

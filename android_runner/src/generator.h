@@ -42,7 +42,7 @@ public:
     const GraphSpec& spec() const { return spec_; }
     // Tokens fed since the last reset.
     std::size_t length() const { return length_; }
-    // What the last token fed predicts: [vocab_size], valid until the next step.
+    // What the last token fed predicts: [vocab_size], valid until the next step. Null before the first.
     const float* logits() const { return logits_; }
     // Bytes from row to row in the ROM files, times the most rows that a token needs, added up.
     std::size_t rom_bytes_per_token() const;

@@ -381,6 +381,15 @@ std::size_t GraphSpec::context_for(std::size_t num_tokens) const {
     return index;
 }
 
+bool GraphSpec::head_is_apart() const {
+    const auto is_head = [](const PartFile& part) {
+        return part.inputs.size() == 1 && part.inputs.front().role == "hidden" && part.outputs.size() == 1;
+    };
+    const PartFile& prefill = longest().prefill.parts.back();
+    const PartFile& decode = longest().decode.parts.back();
+    return is_head(prefill) && is_head(decode) && prefill.inputs.front().type == decode.inputs.front().type;
+}
+
 GraphSpec read_graph_spec(const std::string& path) {
     const Json parsed = parse_json(File(path).read_text(max_bytes), path, fix);
     const JsonObject root(parsed, path, fix);

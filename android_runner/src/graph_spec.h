@@ -84,6 +84,8 @@ struct GraphSpec {
     std::vector<StateShape> memory_states;
 
     const Context& longest() const { return contexts.back(); }
+    // Whether the last part of both graphs is the head alone, so that decode's serves a token of prefill's as well.
+    bool head_is_apart() const;
     // The index of the shortest context that holds `num_tokens`, of which the longest must hold as many.
     std::size_t context_for(std::size_t num_tokens) const;
 };

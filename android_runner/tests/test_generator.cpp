@@ -49,8 +49,9 @@ json tensor(const std::string& role, const json& shape, const char* dtype = "flo
             {"index", index}};
 }
 
-// Layer 0 needs no rows; layer 1 and the head do, in float16; the cache is float16.
-json graph(const std::string& name, std::size_t tokens, std::size_t length = context) {
+// Layer 0 needs no rows; layer 1 does, in float16, and the head is in its part or in one of its own; the cache is
+// float16.
+json graph(const std::string& name, std::size_t tokens, std::size_t length, bool head_apart) {
     json parts = json::array();
     for (int layer = 0; layer < 2; ++layer) {
         json inputs = {tensor("attention_mask", {1, 1, tokens, length + tokens}),
@@ -59,8 +60,8 @@ json graph(const std::string& name, std::size_t tokens, std::size_t length = con
                        tensor("past_value", {1, 1, length, 2}, "float16", layer),
                        layer == 0 ? tensor("input_embeds", {1, tokens, hidden_size})
                                   : tensor("hidden", {1, tokens, hidden_size}, "float16")};
-        json outputs = {layer == 0 ? tensor("hidden", {1, tokens, hidden_size}, "float16")
-                                   : tensor("logits", {1, tokens, vocab_size}, "float16"),
+        json outputs = {layer == 0 || head_apart ? tensor("hidden", {1, tokens, hidden_size}, "float16", layer)
+                                                 : tensor("logits", {1, tokens, vocab_size}, "float16"),
                         tensor("present_key", {1, 1, 2, tokens}, "float16", layer),
                         tensor("present_value", {1, 1, tokens, 2}, "float16", layer)};
         if (layer == 1) {
@@ -68,24 +69,30 @@ json graph(const std::string& name, std::size_t tokens, std::size_t length = con
         }
         parts.push_back({{"file", name + std::to_string(layer)}, {"inputs", inputs}, {"outputs", outputs}});
     }
+    if (head_apart) {
+        parts.push_back({{"file", name + "2"},
+                         {"inputs", {tensor("hidden", {1, tokens, hidden_size}, "float16", 1)}},
+                         {"outputs", {tensor("logits", {1, tokens, vocab_size}, "float16")}}});
+    }
     return {{"num_tokens", tokens}, {"parts", parts}};
 }
 
-void write_bundle(const std::vector<std::size_t>& shorter = {}) {
+void write_bundle(const std::vector<std::size_t>& shorter = {}, bool head_apart = false) {
     const auto file = [](const char* name, std::size_t dim) {
         return json{{"file", name}, {"row_dim", dim}, {"addressing", "identity"}, {"rows_per_token", 1}};
     };
     json spec = {{"schema", 3}, {"vocab_size", vocab_size}, {"hidden_size", hidden_size},
                  {"num_hidden_layers", 2}, {"num_key_value_heads", 1}, {"head_dim", 2}, {"rope_theta", 100.0},
                  {"context_length", context}, {"mask_value", -100.0}, {"eos_token_id", nullptr},
-                 {"prefill", graph("prefill", prefill_tokens)}, {"decode", graph("decode", 1)},
+                 {"prefill", graph("prefill", prefill_tokens, context, head_apart)},
+                 {"decode", graph("decode", 1, context, head_apart)},
                  {"embedding", file("embedding", hidden_size)}, {"roms", json::array({file("rom", row_dim)})},
                  {"shorter", json::array()}};
     for (const std::size_t length : shorter) {
         const std::string name = "_c" + std::to_string(length) + "_";
         spec["shorter"].push_back({{"context_length", length},
-                                   {"prefill", graph("prefill" + name, prefill_tokens, length)},
-                                   {"decode", graph("decode" + name, 1, length)}});
+                                   {"prefill", graph("prefill" + name, prefill_tokens, length, head_apart)},
+                                   {"decode", graph("decode" + name, 1, length, head_apart)}});
     }
     write_file(directory / "graph_spec.json", spec.dump());
     write_rom(directory / "embedding", vocab_size, 64, hidden_size);
@@ -118,7 +125,8 @@ private:
     std::map<void*, std::size_t> live_;
 };
 
-// Copies its input on, its rows to the logits of the last part, and the first element of what it gives to the keys.
+// Copies its input on, its rows behind the first logit of their part, and the first element of what it gives to the
+// keys. A head that is apart sees no rows.
 class CopyingGraph final : public meki::Graph {
 public:
     CopyingGraph(std::string name, std::vector<std::string>& runs, const CountingAllocator& memory)
@@ -131,8 +139,11 @@ public:
         }
     }
     void bind_output(const meki::TensorSpec& tensor, void* data) override {
-        bind(tensor, data);
-        num_tokens_ = static_cast<std::size_t>(tensor.role == "hidden" ? tensor.shape[1] : num_tokens_);
+        bind(tensor, data, "given ");
+        if (tensor.role == "hidden" || tensor.role == "logits") {
+            num_tokens_ = static_cast<std::size_t>(tensor.shape[1]);
+            given_size_ = static_cast<std::size_t>(tensor.shape[2]);
+        }
     }
 
     void run() override {
@@ -147,9 +158,9 @@ public:
     std::uint16_t* half(const char* role) { return static_cast<std::uint16_t*>(bound_[role]); }
 
 private:
-    void bind(const meki::TensorSpec& tensor, void* data) {
+    void bind(const meki::TensorSpec& tensor, void* data, const std::string& side = "") {
         CHECK(memory_.holds(data, tensor.num_elements() * tensor.type.size()));
-        bound_[tensor.role] = data;
+        bound_[side + tensor.role] = data;
     }
 
     void copy() {
@@ -162,20 +173,23 @@ private:
         }
         if (bound_.count("input_embeds") != 0) {
             std::this_thread::sleep_for(part_time);
-            const auto* embeds = static_cast<const float*>(bound_["input_embeds"]);
-            for (std::size_t i = 0; i < num_tokens_ * hidden_size; ++i) {
-                half("hidden")[i] = meki::float_to_half(embeds[i]);
-            }
-            for (std::size_t token = 0; token < num_tokens_; ++token) {
-                half("present_key")[token] = half("hidden")[token * hidden_size];
-            }
-            return;
         }
-        const std::size_t tokens = name_.rfind("decode", 0) == 0 ? 1 : prefill_tokens;
-        for (std::size_t token = 0; token < tokens; ++token) {
-            half("logits")[token * vocab_size] = half("hidden")[token * hidden_size];
-            std::memcpy(half("logits") + token * vocab_size + 1, half("memory_rows") + token * row_dim, 2 * row_dim);
-            half("present_key")[token] = half("memory_rows")[token * row_dim];
+        std::uint16_t* const given = half(bound_.count("given hidden") != 0 ? "given hidden" : "given logits");
+        for (std::size_t token = 0; token < num_tokens_; ++token) {
+            std::uint16_t* const out = given + token * given_size_;
+            for (std::size_t i = 0; i < hidden_size; ++i) {
+                const std::size_t at = token * hidden_size + i;
+                out[i] = bound_.count("input_embeds") != 0
+                             ? meki::float_to_half(static_cast<const float*>(bound_["input_embeds"])[at])
+                             : half("hidden")[at];
+            }
+            if (bound_.count("given logits") != 0 && bound_.count("memory_rows") != 0) {
+                std::memcpy(out + 1, half("memory_rows") + token * row_dim, 2 * row_dim);
+            }
+            if (bound_.count("given present_key") != 0) {
+                half("given present_key")[token] =
+                    bound_.count("memory_rows") != 0 ? half("memory_rows")[token * row_dim] : out[0];
+            }
         }
     }
 
@@ -186,6 +200,7 @@ private:
     std::vector<float> seen_;
     std::size_t length_ = 0;
     std::size_t num_tokens_ = 1;
+    std::size_t given_size_ = 0;  // of a token's hidden or logits
 };
 
 class CopyingBackend final : public meki::Backend {
@@ -313,6 +328,32 @@ void steps_run_in_the_shortest_context() {
     }
 }
 
+// A prompt's chunks run without it; then decode's, in the same context, for the last token.
+void a_head_apart_runs_once_a_prompt() {
+    CopyingBackend backend;
+    meki::Generator generator(directory / "", backend, {meki::IoMode::pread, 0, false}, true);
+    for (const char* name : {"prefill_c2_2", "prefill_c4_2", "prefill2"}) {
+        CHECK(backend.graphs.count(name) == 0);
+    }
+    std::vector<meki::Step> steps;
+    const Ids prompt = {5, 2, 7, 1, 6};
+    generator.prefill(prompt, steps);
+    CHECK((backend.runs == Runs{"prefill_c4_0", "prefill_c4_1", "prefill0", "prefill1", "decode2"}));
+    const auto check = [&](std::uint32_t id) {
+        for (std::size_t i = 0; i < hidden_size; ++i) {
+            CHECK(generator.logits()[i] == meki::half_to_float(meki::float_to_half(rom_element(id, i))));
+        }
+    };
+    check(6);
+    CHECK(backend.graphs["prefill1"]->seen() == (std::vector<float>{5, 2, 7}));
+    backend.runs.clear();
+    generator.decode(3, steps);
+    CHECK((backend.runs == Runs{"decode0", "decode1", "decode2"}));
+    check(3);
+    CHECK(backend.graphs["decode1"]->seen() == (std::vector<float>{5, 2, 7, 1, 6}));
+    CHECK(steps.size() == 3);
+}
+
 // A provider that notes the size of memory at its first use sees the longest context's first; nothing is left of that.
 void the_longest_context_can_go_first() {
     CopyingBackend backend(true);
@@ -356,4 +397,6 @@ int main() {
     part_time = {};
     steps_run_in_the_shortest_context();
     the_longest_context_can_go_first();
+    write_bundle({2, 4}, true);
+    a_head_apart_runs_once_a_prompt();
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from export import hub_plots, hub_report
 from export.hub_service import HubDevice
 from export.hub_source import Arm, Unit
 from export.hub_stage import page
-from meki_edge.graph_spec import Context, Graph, GraphSpec, RowFile
+from meki_edge.graph_spec import Context, Graph, GraphSpec, Part, RowFile, TensorSpec
 from meki_edge.manifest import Manifest
 
 DEVICE = HubDevice(name="Phone", os="15", attributes=("chipset:qualcomm-snapdragon-8-elite",))
@@ -69,7 +70,7 @@ def test_parts_are_summed_and_arms_compared() -> None:
     assert dense["decode_us"] == 1000 and dense["tokens_per_s"] == 1000 and meki["tokens_per_s"] == 800
     assert meki["decode_ratio"] == 0.8 and "decode_ratio" not in dense
     assert dense["prefill_us"] == 5000 and dense["prefill_tokens_per_s"] == 25_600
-    assert [dense[f"first_token_us_{length}"] for length in (100, 128, 129)] == [5000, 5000, 10_000]
+    assert [dense[f"first_token_us_{length}"] for length in (100, 128, 129)] == [5000, 5000, 6000], "one is decoded"
     assert "first_token_us_4096" not in dense
     assert dense["first_load_us"] == 10_000 and dense["warm_load_us"] == 5000
     assert dense["peak_memory_bytes"] == 5_000_000, "the larger graph of each part"
@@ -96,7 +97,7 @@ def test_shorter_contexts_have_rows_of_their_own() -> None:
     short, one = result["measured"]["Phone"]["short"], result["measured"]["Phone"]["one"]
     assert short["tokens_per_s"] == one["tokens_per_s"] == 1000 and one["decode_ratio"] == 1, "of the longest"
     # chunks end at 128 and 256 (context 256), 384 and 512 (context 512), 600 and beyond (context 1024)
-    assert [short[f"first_token_us_{length}"] for length in (100, 257, 600, 1000)] == [3000, 11_000, 25_000, 52_000]
+    assert [short[f"first_token_us_{length}"] for length in (100, 257, 600, 1000)] == [3000, 6500, 25_000, 52_000]
     assert one["first_token_us_600"] == 5 * 9000
     rows = dict(hub_report.cells(result, "Phone"))
     assert rows["Decode, context 256: tokens/s"] == ["2,500.00", "–"]
@@ -110,7 +111,26 @@ def test_shorter_contexts_have_rows_of_their_own() -> None:
 
     del profiles[DEVICE.name, "short", "prefill_c256_0"]
     result = hub_report.build(arms, [DEVICE], profiles, {}, service="https://x", config=config, jobs=[])
-    assert result["measured"]["Phone"]["short"]["first_token_us_257"] == 15_000, "what was measured counts"
+    assert result["measured"]["Phone"]["short"]["first_token_us_257"] == 10_500, "what was measured counts"
+
+
+def test_a_head_apart_runs_once_a_prompt() -> None:
+    def with_head(graph: Graph) -> Graph:
+        hidden = TensorSpec(name="h", role="hidden", dtype="float32", shape=(1, graph.num_tokens, 8))
+        mask = replace(hidden, name="m", role="attention_mask")
+        body = Part(file="a", inputs=(hidden, mask), outputs=())
+        return replace(graph, parts=(body, Part(file="b", inputs=(hidden,), outputs=())))
+
+    apart = arm("apart")
+    assert apart.spec is not None and not apart.spec.head_is_apart
+    apart = replace(apart, spec=apart.spec.map_graphs(with_head))
+    assert apart.spec is not None and apart.spec.head_is_apart
+    times = {"prefill_0": 2000, "prefill_1": 3000, "decode_0": 400, "decode_1": 600}
+    profiles = {(DEVICE.name, "apart", graph): profile(us) for graph, us in times.items()}
+    result = hub_report.build([apart], [DEVICE], profiles, {}, service="https://x", config=CONFIG, jobs=[])
+    found = result["measured"]["Phone"]["apart"]
+    assert (found["prefill_us"], found["decode_us"]) == (2000, 1000)
+    assert [found[f"first_token_us_{length}"] for length in (100, 128, 129)] == [2600, 2600, 3000]
 
 
 def test_what_a_service_leaves_out_is_left_out() -> None:
