@@ -7,6 +7,7 @@ to be one, and a job whose result is there is not done again.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,13 @@ from typing import Any
 
 from export.targets import Chip
 from meki_edge.errors import UserError
-from meki_edge.files import read_json
+from meki_edge.files import FREE_SPACE, read_json, storage_errors
 
 LOG = "compile.log"
 LOG_LINES = 5  # of the log's end, quoted in an error
+WRITE_FAILED = "Failed to write context cache file"  # ONNX Runtime's words for a binary; it does not say why
+FULL_BYTES = 1_000_000
+"""What is free on a full disk, at the most: a write that fails leaves less than a block."""
 
 
 class Jobs:
@@ -53,17 +57,23 @@ class Jobs:
         if not result.is_file():  # the worker writes it last
             command = [sys.executable, "-m", "export.qnn_worker", job, f"--result={result}", f"--out={out}"]
             command += [f"--parent={os.getpid()}", *self._options, *arguments]
-            with open(self.log, "a", encoding="utf-8") as file:
+            with storage_errors(self.log), open(self.log, "a", encoding="utf-8") as file:
                 file.write(f"== {doing}\n")
                 file.flush()
                 done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT)
             if done.returncode:
-                raise UserError(
-                    f"{doing} {_how_it_ended(done.returncode)}; the log ends with:\n{_tail(self.log)}",
-                    where=self.log,
-                    fix="read the log; more parts, a smaller --context-length or --prefill-tokens need less memory",
-                )
+                raise self._failure(f"{doing} {_how_it_ended(done.returncode)}")
         return read_json(result)
+
+    def _failure(self, what: str) -> UserError:
+        """Why a worker ended is in its log, but for a full disk: the libraries name that nowhere."""
+        free, tail = shutil.disk_usage(self._directory).free, _tail(self.log)
+        said = f"the log ends with:\n{tail}"
+        if free >= FULL_BYTES and WRITE_FAILED not in tail:
+            fix = "read the log; more parts, a smaller --context-length or --prefill-tokens need less memory"
+            return UserError(f"{what}; {said}", where=self.log, fix=fix)
+        why = "the disk is full" if free < FULL_BYTES else "a file could not be written"
+        return UserError(f"{what}: {why}, {free / 1e6:,.1f} MB are free; {said}", where=self._directory, fix=FREE_SPACE)
 
 
 def _how_it_ended(return_code: int) -> str:

@@ -222,10 +222,10 @@ def main(arguments: list[str]) -> int:
                 given.soc_model,
                 given.optimization_level,
             )
+        write_json(given.result, result)
     except Exception as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_json(given.result, result)
     return 0
 
 

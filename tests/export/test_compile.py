@@ -22,6 +22,7 @@ from export.qnn_jobs import Jobs
 from export.qnn_local import CompileConfig, compile_local, qnn_available
 from meki_edge import manifest
 from meki_edge.errors import UserError
+from meki_edge.files import FREE_SPACE
 from meki_edge.manifest import PARTIAL, StageOutput
 
 Exported = dict[str, tuple[Path, Path]]
@@ -265,6 +266,44 @@ def test_a_crash_is_called_a_crash(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     with pytest.raises(UserError, match=r"compiling decode.onnx for sm8750 crashed \(signal SIGSEGV\)"):
         compile_local(directory, checkpoint, tokens_dir, tmp_path / "npu", CONFIG)
+
+
+def compile_command(exported: Exported, tokens_dir: Path, out: Path) -> list[str]:
+    checkpoint, directory = exported["dense"]
+    command = [sys.executable, "-m", "meki_edge.cli", "compile", directory, checkpoint, tokens_dir]
+    return [*map(str, command), "-o", str(out), "--verify-steps=0"]
+
+
+def told(command: list[str]) -> str:
+    """What a command that must fail says."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    return " ".join(done.stderr.split())
+
+
+@needs_qnn
+def test_a_full_disk(tmp_path: Path, tokens_dir: Path, exported: Exported) -> None:
+    """A real one, of 150 kB, in a mount namespace of the command's own; the binary takes 279 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c", 'mount -t tmpfs -o size=150k tmpfs "$0" && exec "$@"']
+    if shutil.which("unshare") is None or subprocess.run([*alone, disk, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no process mount a file system of its own")
+    said = told([*alone, str(disk), *compile_command(exported, tokens_dir, disk / "npu")])
+    assert "for sm8750 failed (exit status 1): the disk is full, 0.0 MB are free; the log ends with:" in said
+    assert f"where: {disk / 'npu' / PARTIAL} do: {FREE_SPACE}" in said and "need less memory" not in said
+
+
+@needs_qnn
+def test_a_binary_that_cannot_be_written(tmp_path: Path, tokens_dir: Path, exported: Exported) -> None:
+    """Not for want of space: the process may not write files of more than 100,000 bytes. Later it may."""
+    command = compile_command(exported, tokens_dir, tmp_path / "npu")
+    limit = "import os, resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    said = told([sys.executable, "-c", f"{limit}os.execv(sys.argv[1], sys.argv[1:])", *command])
+    assert "failed (exit status 1): a file could not be written, " in said and "Failed to write context cache" in said
+    assert f"where: {tmp_path / 'npu' / PARTIAL} do: {FREE_SPACE}" in said and "the disk is full" not in said
+    subprocess.run(command, capture_output=True, check=True)
+    assert (tmp_path / "npu/model_qnn.bin").stat().st_size > 150_000
 
 
 @needs_qnn
