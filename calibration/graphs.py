@@ -11,8 +11,9 @@ from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import ShapeInferencePass
 
 from calibration.structure import Groups, Structure
+from export.onnx_decoder import cpu_session
 from meki_edge.errors import UserError
-from meki_edge.graph_spec import Graph, GraphSpec, Part
+from meki_edge.graph_spec import GraphSpec, Part
 
 
 class FloatGraphs:
@@ -44,22 +45,6 @@ class FloatGraphs:
         return model, structure
 
 
-def session(model: ir.Model | Path, folder: Path, *, prepack: bool = True) -> ort.InferenceSession:
-    """A CPU session of ``model``, whose external data lies in ``folder``.
-
-    Q/DQ pairs are computed as they stand, in float32, never fused into integer kernels: this is the
-    oracle of what the quantized graph means. Without ``prepack`` the weights stay where they are
-    mapped from instead of being copied into another layout.
-    """
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # errors only
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    source = model if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-
-
-def sessions(directory: Path, graph: Graph, *, prepack: bool) -> list[ort.InferenceSession]:
-    """The sessions of a graph's parts, whose files lie in ``directory``."""
-    return [session(directory / part.file, directory, prepack=prepack) for part in graph.parts]
+def session(model: ir.Model, folder: Path, *, prepack: bool = True) -> ort.InferenceSession:
+    """As :func:`export.onnx_decoder.cpu_session`, of a model in memory, whose weights lie in ``folder``."""
+    return cpu_session(ir.to_proto(model).SerializeToString(), folder, prepack=prepack)

@@ -28,13 +28,14 @@ from calibration import encodings, gate, report, sensitivity
 from calibration.build import Plan, fix_ranges, unit_bytes, weight_sizes, write_graphs
 from calibration.config import CalibrateConfig, check, fitted
 from calibration.gate import Accuracy, Limit, Scores
-from calibration.graphs import FloatGraphs, sessions
+from calibration.graphs import FloatGraphs
 from calibration.inputs import RANGES_FILE, REFERENCE_FILE, STAGE, check_checkpoint, check_float, read_spec, reusable
 from calibration.ranges import Observations, Ranges
 from calibration.samples import ADVISED_GATE_TOKENS, ADVISED_SAMPLES, Host, collect, gate_windows, training_windows
 from calibration.sensitivity import Chain, Choice, Loss
 from calibration.table import observe_rows, write_static
 from export.inputs import open_directory, open_tokens
+from export.onnx_decoder import cpu_sessions
 from meki_edge import console, graph_spec, manifest
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError
@@ -295,8 +296,8 @@ class _Run:
         text = self._gate_text
         if (scores := gate.finished(found, len(text))) is not None:  # do not load gigabytes for nothing
             return scores
-        prefill = sessions(directory, spec.prefill, prepack=True)
-        decode = sessions(directory, spec.decode, prepack=False)
+        prefill = cpu_sessions(directory, spec.prefill)
+        decode = cpu_sessions(directory, spec.decode, prepack=False)
         return gate.score(host, prefill, decode, text, self._decode_steps, found, description)
 
     def _host(self, spec: GraphSpec, directory: Path, roms: Path) -> Host:

@@ -29,20 +29,28 @@ Sessions = Sequence[Session]
 """One for each part of a graph, in order."""
 
 
-def cpu_session(path: Path) -> ort.InferenceSession:
+def cpu_session(model: Path | bytes, folder: Path | None = None, *, prepack: bool = True) -> ort.InferenceSession:
     """An ONNX Runtime session of one part on the CPU: the oracle for every other runtime.
 
-    Q/DQ pairs are computed as they stand, never fused into integer kernels, which round otherwise.
+    Q/DQ pairs are computed as they stand, in float32, never fused into integer kernels, which round otherwise.
+
+    Args:
+        model: its file, or its bytes.
+        folder: where the weights of a model that is given as bytes lie.
+        prepack: if not, the weights stay where they are mapped from instead of being copied into another layout.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3  # errors only
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.disable_prepacking", "0" if prepack else "1")
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def cpu_sessions(directory: Path, graph: Graph) -> list[ort.InferenceSession]:
+def cpu_sessions(directory: Path, graph: Graph, *, prepack: bool = True) -> list[ort.InferenceSession]:
     """Sessions of the parts of a graph, whose files lie in ``directory``."""
-    return [cpu_session(directory / part.file) for part in graph.parts]
+    return [cpu_session(directory / part.file, prepack=prepack) for part in graph.parts]
 
 
 class OnnxDecoder:

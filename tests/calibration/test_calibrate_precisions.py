@@ -27,8 +27,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 import numpy as np, onnxruntime as ort, onnxruntime_qnn
-from calibration.graphs import sessions
-from export.onnx_decoder import OnnxDecoder
+from export.onnx_decoder import OnnxDecoder, cpu_sessions
 from export.qnn_worker import PROVIDER, agreement, session
 from meki_edge.files import read_json
 from meki_edge.graph_spec import GraphSpec
@@ -47,7 +46,7 @@ ids, found = np.array(json.loads(sys.argv[1])), {}
 for pair in sys.argv[2:]:
     directory, roms = map(Path, pair.split("|"))
     spec = GraphSpec.from_json(read_json(directory / "graph_spec.json"), directory)
-    expected = run(spec, directory, roms, lambda graph: sessions(directory, graph, prepack=True), ids)
+    expected = run(spec, directory, roms, lambda graph: cpu_sessions(directory, graph), ids)
     npu = lambda graph: [session(directory / part.file, 69, 1) for part in graph.parts]
     found[directory.name] = agreement(run(spec, directory, roms, npu, ids), expected)
 Path("agreement.json").write_text(json.dumps(found))

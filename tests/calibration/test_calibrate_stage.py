@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from calibration import samples
 from calibration.config import CalibrateConfig
 from calibration.gate import Accuracy, limits
-from calibration.graphs import sessions
 from calibration.ranges import Observations
 from calibration.sensitivity import choose
 from calibration.stage import calibrate
@@ -126,9 +125,9 @@ def test_parts_compute_what_one_graph_does(tmp_path: Path, calibrated: Path, mix
     logits = []
     for directory in (calibrated, tmp_path / "out"):
         decoder, spec = decoder_of(directory, directory), spec_of(directory)
-        made = sessions(directory, spec.prefill, prepack=True)
+        made = cpu_sessions(directory, spec.prefill)
         found = decoder.prefill(made, ids[:20])
-        decode = sessions(directory, spec.decode, prepack=True)
+        decode = cpu_sessions(directory, spec.decode)
         logits.append(np.stack([*found, *(decoder.decode(decode, token) for token in ids[20:])]))
     assert len(spec.decode.parts) == 2
     assert np.array_equal(logits[0], logits[1])

@@ -15,13 +15,13 @@ from quantization_oracle import dequantize, dequantize_weight
 
 from calibration import affine
 from calibration.affine import Range
-from calibration.graphs import session
 from calibration.half import to_half
 from calibration.precision import Scheme
 from calibration.qdq import QUANTIZED, Quantizer
 from calibration.ranges import Observations
 from calibration.structure import MOVES, Groups, Structure
 from calibration.weights import WeightFile
+from export.onnx_decoder import cpu_session
 from meki_edge import graph_spec
 from meki_edge.files import read_json
 from meki_edge.graph_spec import GraphSpec
@@ -100,7 +100,7 @@ def test_a_graph_computes_what_its_quantization_says(tmp_path: Path, small: Path
     expected = stored("y", gate * stored("x2", x2))
     path = quantized(small, tmp_path / "q", scheme, ranges, {"x": dtype})
     how = affine.quantization(ranges["x"], dtype)
-    found = session(path, path.parent).run(["y"], {"x": affine.quantize(x, how, dtype), "x2": x2})[0]
+    found = cpu_session(path).run(["y"], {"x": affine.quantize(x, how, dtype), "x2": x2})[0]
     step = affine.quantization(ranges["y"], dtype).scale
     assert np.abs(found - expected).max() <= step * 1.01, "a last bit of a sum may round the other way"
     assert (found == expected).mean() > 0.8
@@ -120,7 +120,7 @@ def test_weights_beside_a_float16_graph(tmp_path: Path, small: Path) -> None:
     matrix = dequantize_weight(*affine.quantize_weight(weight, "int4", block_size=32))
     rng = np.random.default_rng(2)
     x, x2 = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 3, 64), (1, 3, 6)))
-    found = session(tmp_path / "w4.onnx", tmp_path).run(["y"], {"x": x, "x2": x2})[0]
+    found = cpu_session(tmp_path / "w4.onnx").run(["y"], {"x": x, "x2": x2})[0]
     assert np.abs(found - x2 / (1 + np.exp(-(x @ matrix) / 4))).max() < 0.02
     assert {node.op_type for node in model.graph} >= {"MatMulNBits", "Cast"}
 

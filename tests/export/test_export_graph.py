@@ -118,6 +118,21 @@ def test_spec_is_what_the_files_say(exported: Exported, tokens_dir: Path, arm: s
     assert [rom.row_dim for rom in spec.roms] == ([36] if arm == "meki" else [])
 
 
+def test_a_session_is_the_same_of_a_file_and_of_its_bytes(exported: Exported) -> None:
+    """Whether weights are copied into another layout or stay where they are mapped from."""
+    _, directory = exported["meki"]
+    path, rng = directory / "decode.onnx", np.random.default_rng(0)
+    shapes = {tensor.name: tensor.shape for tensor in spec_of(directory).decode.inputs}
+    feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    expected = cpu_session(path).run(["logits"], feeds)[0]
+    for prepack in (True, False):
+        session = cpu_session(path.read_bytes(), directory, prepack=prepack)
+        settings = session.get_session_options()
+        assert settings.get_session_config_entry("session.disable_prepacking") == str(int(not prepack))
+        assert settings.get_session_config_entry("session.disable_quant_qdq") == "1"
+        np.testing.assert_allclose(session.run(["logits"], feeds)[0], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_only_native_operators(exported: Exported, arm: str) -> None:
     _, directory = exported[arm]
