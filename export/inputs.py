@@ -16,7 +16,7 @@ def open_directory(directory: Path, stages: tuple[str, ...]) -> Manifest:
     """The manifest of a stage's output, after comparing every file with its digest.
 
     Raises:
-        UserError: not the output of one of ``stages``, or its files changed.
+        UserError: not the output of one of ``stages`` (of any, if none is given), or its files changed.
     """
     found = manifest.load(directory, stages=stages)
     total = sum(entry.bytes for entry in found.files.values())
@@ -26,6 +26,16 @@ def open_directory(directory: Path, stages: tuple[str, ...]) -> Manifest:
         with console.byte_progress(f"checking {directory.name}", total) as advance:
             manifest.verify(directory, found, advance)
     return found
+
+
+def check_whole(path: Path) -> None:
+    """Compare a directory that a stage wrote, or is writing, with its manifest; a bare one, or a file, is as it is.
+
+    Raises:
+        UserError: the stage has not finished, or files changed since.
+    """
+    if any((path / name).exists() for name in (manifest.FILE_NAME, manifest.PARTIAL)):
+        open_directory(path, stages=())
 
 
 def open_tokens(directory: Path, model: Manifest, model_directory: Path) -> TokenShards:

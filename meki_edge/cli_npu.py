@@ -98,11 +98,14 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Find in seconds what would make a compile job fail minutes later; exit code 1 if anything would."""
+    from export.inputs import check_whole
     from export.lint import errors, grouped
     from export.lint import lint as check
     from export.targets import chip
 
-    findings = check(path, target=None if chipset is None else chip(chipset))
+    target = None if chipset is None else chip(chipset)
+    check_whole(path)
+    findings = check(path, target=target)
     failing = errors(findings)
     if as_json:
         console.show_json({"errors": len(failing), "findings": [dataclasses.asdict(finding) for finding in findings]})
@@ -162,6 +165,7 @@ def bounds(
     """Bound the time of a decode step by the bytes it must move: a bound, never a prediction."""
     from export import bounds_report
     from export.cost_bounds import KV_DTYPES, PRECISIONS, step_of_model, steps_of_directory
+    from export.inputs import check_whole
     from export.targets import chip
     from meki_edge.train import presets
 
@@ -186,6 +190,8 @@ def bounds(
         steps = [step_of_model(name, model, precision or "fp16", cache) for name, model in models.items()]
         rows = bounds_report.published(preset, vocab_size, cache) if memory == "meki" else []
     else:
+        for directory in directories:
+            check_whole(directory)
         found = [steps_of_directory(directory, precision, kv_dtype) for directory in directories]
         steps = found[0] if len(found) == 1 else [arm[-1] for arm in found]
     result = bounds_report.report(steps, target, lengths, rows)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from export import bounds_report
 from export.cost_bounds import PRECISIONS, bound, step_of_model, steps_of_directory
 from export.targets import CHIPS, chip
+from meki_edge import manifest
 from meki_edge.cli import app
 from meki_edge.errors import UserError
 from meki_edge.memory_costs import cost
@@ -176,6 +177,20 @@ def test_the_command(tmp_path: Path, exported: Exported) -> None:
     assert [found["context_length"] for found in result["arms"][1]["bounds"]] == [64, 160]
     assert result["what"].startswith("Lower bounds") and result["published"] == []
     assert len(json.loads(run(exported["meki"][1], "--json"))["arms"]) == 2, "its dense twin is computed"
+
+
+def test_a_stages_directory_must_be_whole(tmp_path: Path, exported: Exported) -> None:
+    """A directory that no stage wrote is taken as it is."""
+    directory = shutil.copytree(exported["meki"][1], tmp_path / "export")
+    (directory / "prefill.onnx").write_bytes(b"not what the bound is read off, but of the same export")
+    with pytest.raises(UserError, match="the file has 54 bytes, the manifest says") as caught:
+        run(exported["dense"][1], directory)
+    assert Path(caught.value.where) == directory / "prefill.onnx"
+    (directory / manifest.FILE_NAME).unlink()
+    run(directory)
+    (directory / manifest.PARTIAL).mkdir()
+    with pytest.raises(UserError, match="the stage that fills this directory has not finished"):
+        run(directory)
 
 
 def test_the_plot_is_reproducible_and_says_what_it_is(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from export.findings import AI_HUB, COMPILER, DEVICE, DIRECTORY, ERROR, NUMERICS
 from export.lint import errors, grouped, lint
 from export.qnn_local import qnn_available
 from export.targets import chip
+from meki_edge import manifest
 from meki_edge.cli import app
 from meki_edge.errors import UserError
 from meki_edge.rom.addressing import Identity
@@ -418,6 +419,28 @@ def test_the_command(exported: Exported, tmp_path: Path) -> None:
     path = graph(tmp_path, "float[4] x, float[4] z", "float[4] y", "y = Relu(x)")
     status, text = run(path)
     assert status == 0 and "errors: 0, warnings: 1" in text
+
+
+def test_a_stages_directory_must_be_whole(directory: Path) -> None:
+    """Before its graphs are looked at; a graph alone, or a directory that no stage wrote, is taken as it is."""
+    weights = directory / "weights.data"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(UserError, match="the contents changed since the manifest was written") as caught:
+        run(directory)
+    assert Path(caught.value.where) == weights
+    assert run(directory / "decode.onnx")[0] == 0
+    recorded = (directory / manifest.FILE_NAME).read_bytes()
+    (directory / manifest.FILE_NAME).unlink()
+    assert run(directory)[0] == 0
+    (directory / manifest.PARTIAL).mkdir()
+    with pytest.raises(UserError, match="the stage that fills this directory has not finished"):
+        run(directory)
+    (directory / manifest.FILE_NAME).write_bytes(recorded)
+    weights.unlink()
+    with pytest.raises(UserError, match="the file 'weights.data' is missing"):
+        run(directory)
 
 
 def test_damaged_files_give_no_traceback(directory: Path) -> None:
