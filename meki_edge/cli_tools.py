@@ -187,12 +187,10 @@ def verify(
     changed: UserError | None = None
     if path.is_dir():
         made = manifest.load(path)
-        try:
-            with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
-                manifest.verify(path, made, advance)
+        with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
+            changed = manifest.first_change(path, made, advance)
+        if changed is None:
             console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
-        except UserError as error:  # which rows are damaged may say more
-            changed = error
         roms = [path / name for name, entry in made.files.items() if entry.role.startswith("rom")]
         embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
     else:
@@ -223,7 +221,7 @@ def verify(
     if damaged:
         counts = ", ".join(f"{found.damaged} of {found.rows} rows of {name}" for name, found in damaged.items())
         raise UserError(f"damaged: {counts}", where=path, fix=DAMAGED)
-    if changed is not None:
+    if changed is not None:  # which rows are damaged says more
         raise changed
     if wrong := [name for name, fold in folds.items() if fold.mismatches]:
         raise UserError(

@@ -113,16 +113,26 @@ def verify(directory: Path, manifest: Manifest, advance: Callable[[int], None] |
     Raises:
         UserError: a file is missing, has another size, or other contents.
     """
+    change = first_change(directory, manifest, advance)
+    if change is not None:
+        raise change
+
+
+def first_change(
+    directory: Path, manifest: Manifest, advance: Callable[[int], None] | None = None
+) -> UserError | None:
+    """What :func:`verify` raises, for who looks at the files all the same; None if they are as recorded."""
     fix = f"copy the directory again or rerun `meki-edge {manifest.stage}` with --force"
     for name, entry in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            raise UserError(f"the file {name!r} is missing", where=directory, fix=fix)
+            return UserError(f"the file {name!r} is missing", where=directory, fix=fix)
         size = path.stat().st_size
         if size != entry.bytes:
-            raise UserError(f"the file has {size} bytes, the manifest says {entry.bytes}", where=path, fix=fix)
+            return UserError(f"the file has {size} bytes, the manifest says {entry.bytes}", where=path, fix=fix)
         if sha256_file(path, advance) != entry.sha256:
-            raise UserError("the contents changed since the manifest was written (SHA-256)", where=path, fix=fix)
+            return UserError("the contents changed since the manifest was written (SHA-256)", where=path, fix=fix)
+    return None
 
 
 def digest(path: Path) -> str:

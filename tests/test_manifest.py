@@ -131,9 +131,11 @@ def test_two_processes_do_not_share_a_directory(tmp_path: Path) -> None:
 def test_verify_finds_damage(tmp_path: Path, source: Path, damage, what: str) -> None:
     made = run_stage(tmp_path / "out", {"times": 2}, source)
     manifest.verify(tmp_path / "out", made)
+    assert manifest.first_change(tmp_path / "out", made) is None
     damage(tmp_path / "out" / "sub" / "a.bin")
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=what) as caught:
         manifest.verify(tmp_path / "out", made)
+    assert str(manifest.first_change(tmp_path / "out", made)) == str(caught.value)
 
 
 def test_the_wrong_directory_is_explained(tmp_path: Path, source: Path) -> None:
