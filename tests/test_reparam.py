@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import MEKI, tiny_config, write_checkpoint
+from folding import LENGTH, ROM, WINDOWS, config
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from tiny import MEKI, tiny_config, write_checkpoint
 from torch.nn import functional as F
 
 from meki_edge import manifest, reparam_proof
 from meki_edge.errors import UserError
 from meki_edge.files import sha256_file
-from meki_edge.manifest import StageOutput
 from meki_edge.model.checkpoint import Checkpoint, load_model
-from meki_edge.model.validation import validation_loss
 from meki_edge.model.rom_rows import RomRows, rom_rows
 from meki_edge.model.row_spaces import row_spaces
+from meki_edge.model.validation import validation_loss
 from meki_edge.reparam import ReparamConfig, reparam
-from meki_edge.reparam_fold import KEPT, Folder
+from meki_edge.reparam_fold import Folder
 from meki_edge.reparam_proof import LayerRows, Windows, prove, stored_rows, streamed_hidden, training_rows
 from meki_edge.rom import inspect
 from meki_edge.rom.reader import RomReader
@@ -35,31 +31,7 @@ from meki_edge.tokens import open_shards
 from meki_edge.train.config import TrainConfig
 from meki_edge.train.loop import train
 
-ROM = "rom.safetensors"
-WINDOWS, LENGTH = 5, 48
 TOLERANCE = {"fp32": 1e-6, "fp16": 3e-3, "int8": 0.05, "int4": 1.0}  # logits of this tiny model reach about 2.5
-
-
-def config(**changes: object) -> ReparamConfig:
-    return ReparamConfig(**{"proof_windows": WINDOWS, "window_length": LENGTH, "chunk_rows": 100, **changes})
-
-
-def edit_weights(directory: Path, name: str, index: tuple[int, ...], value: float) -> None:
-    """Change one element and let the manifest agree."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    tensors[name][index] = value
-    save_file(tensors, path, metadata={"format": "pt"})
-    record(directory)
-
-
-def record(directory: Path) -> None:
-    """Bring the manifest's sizes and digests up to date with the files."""
-    path = directory / "manifest.json"
-    values = json.loads(path.read_text())
-    for name, entry in values["files"].items():
-        entry |= {"bytes": (directory / name).stat().st_size, "sha256": sha256_file(directory / name)}
-    path.write_text(json.dumps(values))
 
 
 @pytest.mark.parametrize("precision", list(TOLERANCE))
@@ -239,196 +211,3 @@ def test_defaults_come_from_trainings_validation(meki_checkpoint: Path, tokens_d
     path.write_text(json.dumps(values))
     done = reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", ReparamConfig())
     assert (done.metrics["proof"]["windows"], done.metrics["proof"]["window_length"]) == (3, 40)
-
-
-def test_a_dense_checkpoint_has_nothing_to_fold(dense_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the checkpoint is dense: there is nothing to fold") as caught:
-        reparam(dense_checkpoint, tokens_dir, tmp_path / "rom", config())
-    assert "meki-edge export" in caught.value.fix and not (tmp_path / "rom").exists()
-
-
-def test_folding_twice_is_refused(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config())
-    with pytest.raises(UserError, match="folded already"):
-        reparam(tmp_path / "rom", tokens_dir, tmp_path / "again", config())
-    assert not (tmp_path / "again").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"table_precision": "int7"}, "unknown codec 'int7'; did you mean"),
-        ({"proof_windows": 0}, "proof_windows is 0"),
-        ({"window_length": -3}, "window_length is -3"),
-        ({"chunk_rows": 0}, "chunk_rows is 0"),
-        ({"window_length": 10**9}, "the validation split has"),
-    ],
-)
-def test_bad_options(
-    meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path, changes: dict[str, object], what: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(**changes))
-    assert caught.value.what.startswith(what) and not (tmp_path / "rom").exists()
-
-
-def test_directories_of_other_stages_are_refused(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="this is the output of `meki-edge tokenize`"):
-        reparam(tokens_dir, tokens_dir, tmp_path / "rom", config())
-    with pytest.raises(UserError, match="this is the output of `meki-edge train`"):
-        reparam(meki_checkpoint, meki_checkpoint, tmp_path / "rom", config())
-    with pytest.raises(UserError, match="no manifest.json is here"):
-        reparam(tmp_path, tokens_dir, tmp_path / "rom", config())
-
-
-def test_changed_weights_are_found(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    with open(meki_checkpoint / "model.safetensors", "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"\x01")
-    with pytest.raises(UserError, match="the contents changed"):
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config())
-    assert not (tmp_path / "rom").exists()
-
-
-def test_another_tokenizers_tokens_are_refused(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    output = StageOutput(tmp_path / "tokens", stage="tokenize", config={}, inputs={})
-    for name in ("train.bin", "validation.bin"):
-        (output.partial / name).write_bytes((tokens_dir / name).read_bytes())
-    (output.partial / "tokenizer.json").write_text("{}")
-    output.finish(
-        roles={"tokenizer.json": "tokenizer", "train.bin": "train_tokens", "validation.bin": "validation_tokens"},
-        metrics={"token_bytes": 2, "vocab_size": 384, "eos_token_id": 0},
-    )
-    with pytest.raises(UserError, match="another tokenizer"):
-        reparam(meki_checkpoint, tmp_path / "tokens", tmp_path / "rom", config())
-
-
-def test_a_value_that_the_precision_cannot_hold(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    edit_weights(meki_checkpoint, "model.layers.1.memories.0.mix_norm.weight", (3,), 1e6)
-    with pytest.raises(UserError, match=r"row \d+, layer 1 memory 0: a value is too large for float16") as caught:
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(table_precision="fp16"))
-    assert "--table-precision" in caught.value.fix
-    assert not (tmp_path / "rom" / "manifest.json").exists()
-    reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(table_precision="int8"), force=True)
-
-
-def test_nan_in_a_table_names_its_row(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    edit_weights(meki_checkpoint, "model.layers.2.memories.0.table", (123, 4), float("nan"))
-    with pytest.raises(UserError, match="row 123, layer 2 memory 0: a value is NaN or infinite"):
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config())
-
-
-def test_a_proof_that_fails_leaves_no_rom(meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path) -> None:
-    """NaN in the backbone makes every comparison fail."""
-    edit_weights(meki_checkpoint, "model.layers.2.mlp.up_proj.weight", (0, 0), float("nan"))
-    with pytest.raises(UserError, match="the folded model is not the trained one: logits differ by nan"):
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config())
-    assert list((tmp_path / "rom").rglob("*")) == []
-
-
-def test_an_interrupted_run_resumes(
-    meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = reparam(meki_checkpoint, tokens_dir, tmp_path / "whole", config(chunk_rows=50))
-    fold, starts = Folder.fold, []
-
-    def interrupted(self: Folder, start: int, stop: int) -> np.ndarray:
-        starts.append(start)
-        if start == 200 and len(starts) == 5:
-            raise KeyboardInterrupt
-        return fold(self, start, stop)
-
-    monkeypatch.setattr(Folder, "fold", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(chunk_rows=50))
-    assert os.listdir(tmp_path / "rom") == [".partial"]
-    with pytest.raises(UserError, match="has not finished"):
-        manifest.load(tmp_path / "rom")
-    with pytest.raises(UserError, match="unfinished work of another run: config.table_precision was"):
-        reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(chunk_rows=50, table_precision="int4"))
-    done = reparam(meki_checkpoint, tokens_dir, tmp_path / "rom", config(chunk_rows=50))
-    assert starts == [0, 50, 100, 150, 200, 200, 250, 300, 350]
-    assert done.files == whole.files and done.metrics == whole.metrics
-
-
-RUN = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[4])
-from test_reparam import config, reparam
-reparam(*map(Path, sys.argv[1:4]), config(table_precision="int8", chunk_rows=1))
-"""
-
-
-def test_killed_half_way_leaves_no_manifest_and_resumes(
-    meki_checkpoint: Path, tokens_dir: Path, tmp_path: Path
-) -> None:
-    """SIGKILL while rows are being folded."""
-    out = tmp_path / "rom"
-    command = [sys.executable, "-c", RUN, meki_checkpoint, tokens_dir, out, Path(__file__).parent]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    partial = out / ".partial" / f".{ROM}.partial"
-    deadline = time.monotonic() + 120
-    while not (partial.exists() and partial.stat().st_size > 4096 + 3 * 64):
-        assert process.poll() is None and time.monotonic() < deadline, "folding never began"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert os.listdir(out) == [".partial"]
-    assert (out / ".partial" / f".{KEPT.format(ROM)}.partial").exists()
-    done = reparam(meki_checkpoint, tokens_dir, out, config(table_precision="int8", chunk_rows=1))
-    whole = reparam(meki_checkpoint, tokens_dir, tmp_path / "whole", config(table_precision="int8", chunk_rows=1))
-    assert done.files == whole.files and done.metrics == whole.metrics
-
-
-@pytest.mark.parametrize(("limit", "name"), [(150_000, "model.safetensors"), (300_000, ROM)])
-def test_a_full_disk(tokens_dir: Path, tmp_path: Path, limit: int, name: str) -> None:
-    """A real failing write: the process may not write files of more than ``limit`` bytes."""
-    memories = [{"kind": "meki", "layers": [0, 1, 2], "options": {"memory_dim": 64}}]
-    checkpoint = write_checkpoint(tmp_path / "training", tiny_config(memories, eos_token_id=0), tokens_dir)
-    script = f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-from meki_edge.errors import UserError
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_reparam import config, reparam
-try:
-    reparam(*map(Path, sys.argv[1:4]), config(table_precision="fp32", chunk_rows=50))
-except UserError as error:
-    print(error.what, "|", Path(error.where).name)
-"""
-    out = tmp_path / "rom"
-    command = [sys.executable, "-c", script, checkpoint, tokens_dir, out]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip() == f"cannot write the file: File too large | {name}", done.stderr
-    assert os.listdir(out) == [".partial"] and not (out / ".partial" / name).exists()
-    reparam(checkpoint, tokens_dir, out, config(table_precision="fp32", chunk_rows=50))
-    inspect.verify(out / ROM)
-
-
-def test_memory_does_not_grow_with_the_vocabulary(tokens_dir: Path, tmp_path: Path) -> None:
-    """10 times the ids, 110 MB more of tables and embeddings: less than 30 MB more at the peak."""
-    sizes = {"small": 20_000, "large": 200_000}
-    memories = [{"kind": "meki", "layers": [0, 1, 2], "options": {"memory_dim": 40}}]
-    for name, vocab_size in sizes.items():
-        model = tiny_config(memories, eos_token_id=0, vocab_size=vocab_size)
-        write_checkpoint(tmp_path / name, model, tokens_dir)
-    script = f"""
-import resource, sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from meki_edge import reparam as stage, reparam_fold, reparam_proof
-from test_reparam import config, reparam
-options = config(chunk_rows=1024, proof_windows=1)
-# What a slice may take, made small beside what the larger tables take.
-stage.COPY_BYTES = reparam_fold.FOLD_BYTES = 1 << 20
-reparam_proof.ROW_ELEMENTS = reparam_proof.SLICE_ELEMENTS = 1 << 18
-for name in ("small", "large"):
-    directory = Path({str(tmp_path)!r})
-    reparam(directory / name, Path({str(tokens_dir)!r}), directory / f"{{name}}-rom", options)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    small, large = map(int, done.stdout.split())
-    assert large - small < 30e6

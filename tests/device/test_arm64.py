@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_runner import generate, ids_file
+from harness import generate, ids_file
 
 from meki_edge.device.pack import PackConfig, pack
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from harness import generate, ids_file, rewrite
 from onnx import helper, numpy_helper
 from test_kinds import greedy
-from test_runner import generate, ids_file, rewrite
 
 from export.graph import ExportConfig, export
 from meki_edge import tokens

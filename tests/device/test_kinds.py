@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import IO_MODES, generate, ids_file, rewrite
 from tiny import tiny_config, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_runner import IO_MODES, generate, ids_file, rewrite
 
 from export.graph import ExportConfig, export
 from export.onnx_decoder import OnnxDecoder, cpu_sessions

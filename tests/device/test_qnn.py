@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_runner import generate
+from harness import generate
 
 from export.graph import ExportConfig, export
 from export.qnn_local import CompileConfig, compile_local

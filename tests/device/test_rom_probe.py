@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_runner import write_rom
+from harness import write_rom
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 METHODS = [

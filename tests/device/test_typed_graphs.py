@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from harness import IO_MODES, generate, ids_file
 from onnx import TensorProto, helper, numpy_helper
-from test_runner import IO_MODES, generate, ids_file
 
 from export.graph import ExportConfig, export
 from export.onnx_decoder import OnnxDecoder, cpu_sessions
