@@ -36,7 +36,7 @@ from calibration.sensitivity import Chain, Choice, Loss
 from calibration.table import observe_rows, write_static
 from export.inputs import open_directory, open_tokens
 from export.onnx_decoder import cpu_sessions
-from meki_edge import console, graph_spec, manifest
+from meki_edge import console, graph_spec
 from meki_edge.config import to_dict
 from meki_edge.errors import UserError
 from meki_edge.files import write_json
