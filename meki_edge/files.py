@@ -36,9 +36,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; rename it over ``path`` if the body succeeds.
 
     The data is on the disk before the rename, so a reader (or a power cut) sees the old file or
-    the new one, never a half. If the body raises, the temporary file is removed; a full or
-    failing disk is a :class:`UserError`.
+    the new one, never a half. Where ``path`` is a link, the file that it leads to is replaced. If the
+    body raises, the temporary file is removed; a full or failing disk, or a ``path`` that is a
+    directory or a device, is a :class:`UserError`.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise UserError("this is not a regular file", where=path, fix="name a file, or a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -76,12 +80,19 @@ def read_json(path: Path) -> Any:
         raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
 
 
-def parse_json(text: str) -> Any:
-    """Parse JSON; ValueError (or RecursionError) if it is not valid, or holds what no UTF-8 text can."""
-    value = json.loads(text)
+def parse_json(text: str, *, allow_nan: bool = True) -> Any:
+    """Parse JSON; ValueError (or RecursionError) if it is not valid, or holds what no UTF-8 text can.
+
+    ``allow_nan``: take NaN and Infinity, which Python writes and the standard does not know.
+    """
+    value = json.loads(text, parse_constant=float if allow_nan else _refuse)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # Python reads lone surrogates, and then cannot print them
     return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:

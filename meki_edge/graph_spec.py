@@ -205,8 +205,9 @@ class GraphSpec:
     def head_is_apart(self) -> bool:
         """Whether the last part of both graphs is the head alone: then decode's serves the last token of a prompt."""
         last = [graph.parts[-1] for graph in (self.prefill, self.decode) if len(graph.parts) > 1]
-        takes = {(tensor.role, tensor.dtype, tensor.quantization) for part in last for tensor in part.inputs}
-        return len(last) == 2 and len(takes) == 1 and all([t.role for t in part.inputs] == [HIDDEN] for part in last)
+        roles = [[tensor.role for tensor in (*part.inputs, *part.outputs)] for part in last]
+        takes = {(tensor.dtype, tensor.quantization) for part in last for tensor in part.inputs}
+        return roles == [[HIDDEN, "logits"]] * 2 and len(takes) == 1
 
     def map_graphs(self, change: Callable[[Graph], Graph]) -> GraphSpec:
         """The spec with every graph changed."""
@@ -239,6 +240,10 @@ class GraphSpec:
         if self.eos_token_id is not None and not 0 <= self.eos_token_id < self.vocab_size:
             what = f"eos_token_id is {self.eos_token_id}, the vocabulary has {self.vocab_size} tokens"
             raise UserError(what, where=where, fix=AGAIN)
+        for part in (part for graph in self.graphs.values() for part in graph.parts):
+            names = [tensor.name for tensor in (*part.inputs, *part.outputs)]
+            if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise UserError(f"{part.file} has two tensors called {twice[0]!r}", where=where, fix=AGAIN)
         parts = [part.file for graph in self.graphs.values() for part in graph.parts]
         for name in (*parts, self.embedding.file, *(rom.file for rom in self.roms)):
             if name in ("", ".", "..") or any(letter in name for letter in "/\\\0"):

@@ -14,7 +14,8 @@
  * Token ids are those of the bundle's tokenizer.json. A runner belongs to one thread at a time; several runners may
  * live in a process, and share the library of ONNX Runtime that the first one named. The library installs a handler
  * for SIGBUS when it opens a bundle, since a file that shrinks under a map raises it; a SIGBUS of the app's own ends
- * the process as before. It installs no other handler, prints nothing and starts only threads that end in meki_close;
+ * the process as before. That guards rows and embeddings; the weights are mapped as well, and what happens to their file
+ * while a runner is open ends the process. It installs no other handler, prints nothing and starts only threads that end in meki_close;
  * ONNX Runtime may keep one of its own asleep until the process ends.
  */
 #ifndef MEKI_RUNNER_H
@@ -80,7 +81,7 @@ typedef struct meki_options {
     const char* qnn_library;  /* libQnnHtp.so, by path or by name; null unless MEKI_COMPUTE_NPU */
     const char* qnn_provider; /* libonnxruntime_providers_qnn.so where it is a plug-in; null: built in */
     int32_t big_cores;        /* 1: the runner's threads keep off a phone's slowest cores: see meki_open; else 0 */
-    int32_t verify_rows;      /* 1: each row that is read is compared with its checksum, which it must have; else 0 */
+    int32_t verify_rows;      /* 1: each row of a ROM file is compared with its checksum, which it must have; else 0 */
     int32_t npu_memory;       /* a meki_npu_memory; MEKI_NPU_MEMORY_AUTO by default, and unless MEKI_COMPUTE_NPU */
 } meki_options;
 

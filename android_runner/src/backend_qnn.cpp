@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <cassert>
+#include <mutex>
 #include <string>
 #include <unistd.h>
 #include <unordered_map>
@@ -51,6 +52,33 @@ bool can_share(NpuMemory memory) {
     return false;
 }
 
+#if ORT_API_VERSION >= 22
+std::vector<Ort::ConstEpDevice> find_devices(const Ort::Env& env) {
+    std::vector<Ort::ConstEpDevice> devices;
+    for (const Ort::ConstEpDevice& device : env.GetEpDevices()) {
+        if (std::string(device.EpName()) == provider_name) {
+            devices.push_back(device);
+        }
+    }
+    return devices;
+}
+
+// ONNX Runtime's environment is one for all backends of the process while any of them lives, and keeps a provider that
+// was registered.
+void register_provider(Ort::Env& env, const std::string& library) {
+    static std::mutex mutex;
+    static std::string registered;
+    const std::lock_guard lock(mutex);
+    if (find_devices(env).empty()) {
+        env.RegisterExecutionProviderLibrary(provider_name, library);
+        registered = library;
+    } else if (registered != library) {
+        throw Error("this process uses another QNN provider already: " + registered, library,
+                    "give every runner the same --qnn-provider");
+    }
+}
+#endif
+
 // Where `meki-edge pack` puts a part's wrapper, which names the binary beside it.
 std::string wrapper_path(const std::string& bundle, const PartFile& part) {
     return bundle + "/npu/" + part.file.substr(0, part.file.rfind(".onnx")) + "_ctx.onnx";
@@ -70,9 +98,7 @@ OrtQnnBackend::OrtQnnBackend(const QnnConfig& config)
     }
 #if ORT_API_VERSION >= 22
     if (ort_api() >= plugin_api) {
-        translated(
-            config_.provider,
-            [&] { env_.RegisterExecutionProviderLibrary(provider_name, config_.provider); }, fix_provider);
+        translated(config_.provider, [&] { register_provider(env_, config_.provider); }, fix_provider);
         return;
     }
 #endif
@@ -123,12 +149,7 @@ Ort::SessionOptions OrtQnnBackend::session_options() {
             return options;
         }
 #if ORT_API_VERSION >= 22
-        std::vector<Ort::ConstEpDevice> devices;
-        for (const Ort::ConstEpDevice& device : env_.GetEpDevices()) {
-            if (std::string(device.EpName()) == provider_name) {
-                devices.push_back(device);
-            }
-        }
+        const std::vector<Ort::ConstEpDevice> devices = find_devices(env_);
         if (devices.empty()) {
             throw Error("the provider finds no device to run on", config_.provider, fix_provider);
         }

@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <memory>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -25,15 +27,15 @@ void print(const RowTensor& tensor, std::size_t num_tokens) {
 void fetch(const FetchOptions& options) {
     const std::vector<std::uint32_t> sequence = read_ids(options.rows.ids_file);
     const std::size_t batch = options.batch == 0 ? sequence.size() : std::min(options.batch, sequence.size());
-    RowFetcher fetcher(open_reader(RomFile(options.rows.rom), options.rows.io, options.row_cache_bytes,
-                                   options.rows.verify_rows),
-                       batch);
-    const RomFile& rom = fetcher.reader().rom();
+    std::unique_ptr<RowReader> reader = open_reader(RomFile(options.rows.rom), options.rows.io,
+                                                    options.row_cache_bytes, options.rows.verify_rows);
+    const RomFile& rom = reader->rom();
     std::vector<RowTensor> tensors;  // the batch that is printed, and the one that is fetched meanwhile
     for (std::size_t i = 0; i < (batch < sequence.size() ? 2 : 1); ++i) {
         tensors.emplace_back(RowTensor::Shape{batch, rom.address().rows_per_token(), rom.row_dim()}, 0.0f,
                              host_allocator());
     }
+    RowFetcher fetcher(std::move(reader), batch);  // last: its thread ends before the tensors that it fills
     const auto count = [&](std::size_t position) { return std::min(batch, sequence.size() - position); };
     const auto tensor = [&](std::size_t position) -> RowTensor& { return tensors[position / batch % tensors.size()]; };
     fetcher.submit(sequence.data(), 0, batch, tensor(0));

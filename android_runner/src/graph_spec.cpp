@@ -309,6 +309,18 @@ void check_alike(const GraphFile& graph, const GraphFile& longest, const JsonObj
     }
 }
 
+// A part's graph knows its tensors by name.
+void check_names(const PartFile& part, const JsonObject& object) {
+    std::set<std::string> names;
+    for (const auto* tensors : {&part.inputs, &part.outputs}) {
+        for (const TensorSpec& tensor : *tensors) {
+            if (!names.insert(tensor.name).second) {
+                object.fail(part.file + " has two tensors called '" + tensor.name + "'");
+            }
+        }
+    }
+}
+
 void check(const GraphSpec& spec, std::size_t num_slots, const GraphFile& graph, const JsonObject& object) {
     const std::int64_t tokens = size(graph.num_tokens), context = size(num_slots);
     const std::int64_t heads = size(spec.num_key_value_heads), head_dim = size(spec.head_dim);
@@ -346,6 +358,9 @@ void check(const GraphSpec& spec, std::size_t num_slots, const GraphFile& graph,
     check_shapes(graph, &PartFile::inputs, inputs, object, "input");
     check_shapes(graph, &PartFile::outputs, outputs, object, "output");
     check_chain(spec, graph, object);
+    for (const PartFile& part : graph.parts) {
+        check_names(part, object);
+    }
 }
 
 }  // namespace
@@ -383,7 +398,8 @@ std::size_t GraphSpec::context_for(std::size_t num_tokens) const {
 
 bool GraphSpec::head_is_apart() const {
     const auto is_head = [](const PartFile& part) {
-        return part.inputs.size() == 1 && part.inputs.front().role == "hidden" && part.outputs.size() == 1;
+        return part.inputs.size() == 1 && part.inputs.front().role == "hidden" && part.outputs.size() == 1 &&
+               part.outputs.front().role == "logits";
     };
     const PartFile& prefill = longest().prefill.parts.back();
     const PartFile& decode = longest().decode.parts.back();

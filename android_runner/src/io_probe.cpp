@@ -14,6 +14,7 @@
 #include "row_fetcher.h"
 #include "row_reader.h"
 #include "row_tensor.h"
+#include "thread.h"
 
 namespace meki {
 
@@ -127,6 +128,27 @@ std::vector<PrefillReport> measure_prefills(const ProbeConfig& config, bool dire
     return reports;
 }
 
+// Threads that have ended when this ends, even if the last one could not start.
+class Threads {
+public:
+    ~Threads() { join(); }
+
+    template <typename Function>
+    void start(Function function) {
+        threads_.push_back(start_thread(std::move(function)));
+    }
+
+    void join() {
+        for (std::thread& thread : threads_) {
+            thread.join();
+        }
+        threads_.clear();
+    }
+
+private:
+    std::vector<std::thread> threads_;
+};
+
 Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMethod& method, std::size_t num_threads) {
     std::vector<std::unique_ptr<Method>> methods;
     for (std::size_t i = 0; i < num_threads; ++i) {
@@ -134,10 +156,10 @@ Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMe
     }
     std::vector<std::size_t> num_bytes(num_threads);
     std::vector<std::exception_ptr> failures(num_threads);
-    std::vector<std::thread> threads;
+    Threads threads;
     const auto begin = Clock::now();
     for (std::size_t i = 0; i < num_threads; ++i) {
-        threads.emplace_back([&, i] {
+        threads.start([&, i] {
             try {
                 Reading reading(rom, text, *methods[i]);
                 for (std::size_t position = i; position < text.size(); position += num_threads) {
@@ -148,9 +170,7 @@ Throughput measure_throughput(const RomFile& rom, const Ids& text, const NamedMe
             }
         });
     }
-    for (std::thread& thread : threads) {
-        thread.join();
-    }
+    threads.join();
     const double seconds = microseconds(Clock::now() - begin) / 1e6;
     for (const std::exception_ptr& failure : failures) {
         if (failure) {

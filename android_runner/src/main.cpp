@@ -40,7 +40,7 @@ Files of ids hold decimal numbers separated by white space. --stream prints each
 --backend qnn runs the bundle's NPU binaries. --qnn-provider is the provider where it is a plug-in of ONNX Runtime;
 without it the library of --ort-library must have it built in. --npu-memory says how inputs and outputs come to the
 NPU: in memory that it shares with the CPU, or copied in each run; auto shares where the system has libcdsprpc.so.
---verify-rows compares every row that is read with its checksum (`meki-edge reparam --checksums`).
+--verify-rows compares every row of a ROM file that is read with its checksum (`meki-edge reparam --checksums`).
 --cores big keeps off the slowest cores, where the kernel tells of several kinds.
 Exit status: 0 done, 1 error, 2 wrong usage, 128 + n ended by signal n.
 )";
@@ -88,17 +88,17 @@ std::optional<QnnConfig> parse_qnn(const Options& options) {
     const std::string backend = options.text("--backend", "cpu");
     const std::string library = options.text("--qnn-library", "");
     const std::string provider = options.text("--qnn-provider", "");
-    const std::string memory = options.text("--npu-memory", "");
+    const NpuMemory memory = parse_npu_memory(options.text("--npu-memory", "auto"));
     if (backend == "qnn") {
         if (library.empty()) {
             throw UsageError("--backend qnn needs --qnn-library, the path of libQnnHtp.so");
         }
-        return QnnConfig{library, provider, parse_npu_memory(memory.empty() ? "auto" : memory)};
+        return QnnConfig{library, provider, memory};
     }
     if (backend != "cpu") {
         throw UsageError("--backend takes cpu or qnn, got '" + backend + "'");
     }
-    if (!library.empty() || !provider.empty() || !memory.empty()) {
+    if (!library.empty() || !provider.empty() || memory != NpuMemory::automatic) {
         throw UsageError("--qnn-library, --qnn-provider and --npu-memory need --backend qnn");
     }
     return std::nullopt;

@@ -64,10 +64,13 @@ private:
 }  // namespace
 
 Ort::Env make_env(int threads) {
-    Ort::ThreadingOptions options;
-    options.SetGlobalIntraOpNumThreads(threads);
-    options.SetGlobalInterOpNumThreads(1);
-    return {options, ORT_LOGGING_LEVEL_ERROR, "meki-runner"};
+    const auto make = [threads] {
+        Ort::ThreadingOptions options;
+        options.SetGlobalIntraOpNumThreads(threads);
+        options.SetGlobalInterOpNumThreads(1);
+        return Ort::Env(options, ORT_LOGGING_LEVEL_ERROR, "meki-runner");
+    };
+    return translated("this process", make, "raise its limits on threads and memory, or ask for fewer threads");
 }
 
 std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,

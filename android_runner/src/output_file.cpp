@@ -2,7 +2,10 @@
 
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <fcntl.h>
+#include <memory>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "error.h"
@@ -22,11 +25,24 @@ std::string temporary_name(const std::string& path) {
     throw Error("cannot " + action + ": " + describe_errno(errno), path, "check the directory and the free space");
 }
 
+// What a rename may replace: nothing, a file, or the file that a link leads to; never a device or a directory.
+std::string replaceable(const std::string& path) {
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0) {
+        return path;
+    }
+    if (!S_ISREG(status.st_mode)) {
+        throw Error("cannot write the output: this is not a regular file", path, "name a file, or a new one");
+    }
+    const std::unique_ptr<char, decltype(&std::free)> target(::realpath(path.c_str(), nullptr), std::free);
+    return target ? target.get() : path;
+}
+
 }  // namespace
 
 OutputFile::OutputFile(const std::string& path)
-    : path_(path),
-      temporary_(temporary_name(path)),
+    : path_(replaceable(path)),
+      temporary_(temporary_name(path_)),
       descriptor_(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
     if (descriptor_ < 0) {
         fail("write the output", path_);

@@ -7,8 +7,8 @@ namespace meki {
 
 class OutputFile {
 public:
-    // Creates a temporary file beside `path` at once, so that a bad path is found before the work is
-    // done. Throws Error if that fails.
+    // Creates a temporary file beside `path` at once (where it is a link: beside the file that it leads to), so that a
+    // bad path is found before the work is done. Throws Error if that fails, or something else than a file is there.
     explicit OutputFile(const std::string& path);
     // Removes the temporary file unless `commit` renamed it.
     ~OutputFile();

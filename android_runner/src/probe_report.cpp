@@ -67,7 +67,7 @@ std::string to_json(const ProbeConfig& config, const ProbeReport& report) {
                        {"seed", config.seed},
                        {"methods", std::move(methods)},
                        {"prefill", std::move(prefill)}};
-    return json.dump(1) + "\n";
+    return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";  // a path may hold any bytes
 }
 
 std::string to_markdown(const ProbeConfig& config, const ProbeReport& report) {

@@ -3,7 +3,9 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <fcntl.h>
 #include <new>
+#include <unistd.h>
 
 #include "clock.h"
 #include "error.h"
@@ -19,10 +21,26 @@ int report(const std::string& message, int status) {
     return status;
 }
 
+// A file that is opened must not get the number of a standard stream that the caller closed: what is printed would go
+// into it.
+void hold_standard_streams() {
+    while (true) {
+        const int descriptor = ::open("/dev/null", O_RDWR);
+        if (descriptor < 0) {
+            return;
+        }
+        if (descriptor > STDERR_FILENO) {
+            ::close(descriptor);
+            return;
+        }
+    }
+}
+
 }  // namespace
 
 int run_program(const char* name, int argc, char** argv, void (*run)(const std::vector<std::string>& arguments)) {
     now_us();  // starts the clock
+    hold_standard_streams();
     watch_signals();
     try {
         run(std::vector<std::string>(argv + 1, argv + argc));

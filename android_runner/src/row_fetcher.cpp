@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "clock.h"
+#include "interrupt.h"
+#include "thread.h"
 
 namespace meki {
 
@@ -38,7 +40,7 @@ RowFetcher::RowFetcher(std::unique_ptr<RowReader> reader, std::size_t max_batch)
       runs_(reader_->rom().address().runs_per_token()),
       scratch_(reader_->rom().address().rows_per_run() * reader_->rom().row_dim()) {
     targets_.reserve(max_batch * runs_.size());
-    thread_ = std::thread([this] { run(); });
+    thread_ = start_thread([this] { run(); });
 }
 
 RowFetcher::~RowFetcher() {
@@ -130,6 +132,7 @@ void RowFetcher::fetch(Batch& batch) {
     const Target* previous = nullptr;
     const void* previous_rows = nullptr;
     for (const Target& target : targets_) {
+        throw_if_interrupted();  // a batch may be of millions of tokens
         void* const rows = batch.out->row(target.token, target.place);
         if (previous != nullptr && target.run.first == previous->run.first) {
             // The same run: where runs start at the same row, they are one token's.

@@ -8,6 +8,10 @@
  *
  * prints what comes of verify_rows, and then on how many cores each thread may run that meki_open starts: without
  * big_cores, and with it.
+ *
+ *     test_c_api BUNDLE ORT_LIBRARY npu QNN_LIBRARY QNN_PROVIDER ID...
+ *
+ * opens runners on the NPU, beside each other and one after the other, and prints what each of them chose.
  */
 #define _GNU_SOURCE /* for affinities, which Linux alone has */
 #include <dirent.h>
@@ -250,19 +254,67 @@ static void test_options(const char* bundle, const char* library) {
     CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
 }
 
+enum { NPU_COUNT = 3 };
+
+static void print_generated(meki_runner* runner, const uint32_t* prompt, size_t length) {
+    uint32_t chosen[NPU_COUNT];
+    generate(runner, prompt, length, chosen, NPU_COUNT);
+    for (size_t i = 0; i < NPU_COUNT; ++i) {
+        printf("%u%c", (unsigned)chosen[i], i + 1 < NPU_COUNT ? ' ' : '\n');
+    }
+}
+
+/* A runner on the CPU keeps ONNX Runtime's environment, and so the provider of the first one on the NPU. */
+static void test_npu(char** argv, const uint32_t* prompt, size_t length) {
+    meki_runner* cpu = NULL;
+    meki_runner* npu[2] = {NULL, NULL};
+    meki_options options = filled(argv[1], argv[2]);
+    CHECK(meki_open(&options, &cpu) == MEKI_OK);
+    options.compute = MEKI_COMPUTE_NPU;
+    options.qnn_library = argv[4];
+    options.qnn_provider = argv[5];
+    for (int round = 0; round < 2; ++round) {
+        for (int i = 0; i < 2; ++i) {
+            options.npu_memory = i == 0 ? MEKI_NPU_MEMORY_AUTO : MEKI_NPU_MEMORY_COPIED;
+            if (meki_open(&options, &npu[i]) != MEKI_OK) {
+                fprintf(stderr, "%s\n", meki_last_error());
+                ++failures;
+                return;
+            }
+        }
+        print_generated(npu[0], prompt, length);
+        print_generated(npu[1], prompt, length);
+        meki_close(npu[round]);
+        meki_close(npu[1 - round]);
+    }
+    options.qnn_provider = argv[4];
+    CHECK(meki_open(&options, &npu[0]) == MEKI_ERROR_BUNDLE && says("another QNN provider already"));
+    print_generated(cpu, prompt, length);
+    meki_close(cpu);
+}
+
+/* The words from `first` on, as ids. */
+static uint32_t* ids_of(int argc, char** argv, int first) {
+    uint32_t* ids = malloc((size_t)(argc - first) * sizeof *ids);
+    for (int i = first; i < argc; ++i) {
+        ids[i - first] = (uint32_t)strtoul(argv[i], NULL, 10);
+    }
+    return ids;
+}
+
 int main(int argc, char** argv) {
     test_refused_options();
     test_options_of_an_older_header();
     test_null_runners();
     if (argc == 3) {
         test_options(argv[1], argv[2]);
+    } else if (argc > 6 && strcmp(argv[3], "npu") == 0) {
+        uint32_t* prompt = ids_of(argc, argv, 6);
+        test_npu(argv, prompt, (size_t)argc - 6);
+        free(prompt);
     } else if (argc > 4) {
-        const size_t length = (size_t)argc - 4;
-        uint32_t* prompt = malloc(length * sizeof *prompt);
-        for (size_t i = 0; i < length; ++i) {
-            prompt[i] = (uint32_t)strtoul(argv[i + 4], NULL, 10);
-        }
-        test_bundle(argv[1], argv[2], (size_t)strtoul(argv[3], NULL, 10), prompt, length);
+        uint32_t* prompt = ids_of(argc, argv, 4);
+        test_bundle(argv[1], argv[2], (size_t)strtoul(argv[3], NULL, 10), prompt, (size_t)argc - 4);
         free(prompt);
     }
     return failures == 0 ? 0 : 1;

@@ -226,6 +226,21 @@ void parts() {
                 "part must have exactly the output hidden[0]");
     rejects_cut([&](json& s) { part(s, 2)["inputs"][0]["dtype"] = "float16"; }, "takes another type of hidden");
     rejects_cut([&](json& s) { part(s, 1)["inputs"].erase(3); }, "there are 8 inputs, expected 9");
+    rejects_cut([&](json& s) { part(s, 1)["outputs"][1]["name"] = part(s, 1)["outputs"][2]["name"]; },
+                "has two tensors called");
+    rejects_cut([&](json& s) { part(s, 1)["outputs"][1]["name"] = part(s, 1)["inputs"][1]["name"]; },
+                "has two tensors called");
+    CHECK(spec.head_is_apart() && !meki::read_graph_spec(write(good_spec())).head_is_apart());
+    // Each part gives hidden, so that any of them may give the logits: only the last one alone is a head apart.
+    json swapped = cut_spec();
+    for (const char* graph : {"prefill", "decode"}) {
+        std::swap(swapped[graph]["parts"][0]["outputs"][1], swapped[graph]["parts"][2]["outputs"][0]);
+    }
+    CHECK(!meki::read_graph_spec(write(swapped)).head_is_apart());
+    json other_type = cut_spec();
+    other_type["decode"]["parts"][2]["inputs"][0]["dtype"] = other_type["decode"]["parts"][1]["outputs"][0]["dtype"] =
+        "float16";
+    CHECK(!meki::read_graph_spec(write(other_type)).head_is_apart());
     rejects_cut([](json& s) { s["decode"]["parts"] = json::array(); }, "there are 0 inputs");
 }
 

@@ -3,6 +3,8 @@
 #include "output_file.h"
 
 #include <dirent.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "file.h"
 #include "temporary.h"
@@ -37,6 +39,20 @@ int main() {
         CHECK(meki::File(path).read_text(100) == text);
     }
     CHECK_ERROR(meki::File(path).read_text(3), "more than the 3");
+    const std::string link = directory / "link.json";
+    CHECK(::symlink("out.json", link.c_str()) == 0);
+    {
+        meki::OutputFile output(link);
+        output.commit("through a link");
+    }
+    struct stat status {};
+    CHECK(::lstat(link.c_str(), &status) == 0 && S_ISLNK(status.st_mode));
+    CHECK(meki::File(path).read_text(100) == "through a link");
+    const std::string pipe = directory / "pipe";
+    CHECK(::mkfifo(pipe.c_str(), 0600) == 0);
+    CHECK_ERROR(meki::OutputFile{pipe}, "not a regular file");
+    CHECK_ERROR(meki::OutputFile{directory / ""}, "not a regular file");
+    CHECK(num_files() == 3);
     CHECK_ERROR(meki::OutputFile(directory / "absent/out.json"), "cannot write the output: No such file");
     CHECK_ERROR(meki::write_all(-1, "x", 1, "nowhere"), "cannot write: Bad file descriptor [nowhere]");
 }

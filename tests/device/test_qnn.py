@@ -137,6 +137,18 @@ def test_inputs_and_outputs_lie_in_memory_that_the_npu_sees(
     assert (report["tensor_memory"], report["generated_tokens"], counts) == ("copied", expected, {})
 
 
+def test_runners_on_the_npu_live_in_one_process(bundle: Path, binary: Path, phone: Phone, tmp_path: Path) -> None:
+    """By the C API: two at a time, closed in either order, opened again; one with shared memory, one without."""
+    subprocess.run(["cmake", "--build", binary.parent, "--target", "test_c_api", "-j2"], check=True)
+    command = [binary.parent / "tests/test_c_api", bundle, runner.find_ort_library(), "npu", *phone.options[3::2]]
+    done = subprocess.run([*command, "5", "6", "7"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = " ".join(map(str, generate(bundle, tmp_path, [5, 6, 7], 3)["generated_tokens"]))
+    assert [line for line in done.stdout.splitlines() if "LIBNATIVE" not in line] == [expected] * 5
+    counts = phone.counts()
+    assert counts["allocated"] == counts["freed"] and counts["shared_tensors"] > 0 < counts["copied_tensors"]
+
+
 def test_memory_that_cannot_be_shared(
     bundle: Path, library: Path, phone: Phone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
