@@ -42,7 +42,7 @@ $(RUNNER): .venv/.installed $(wildcard android_runner/CMakeLists.txt android_run
 	cmake -S android_runner -B build/runner -DCMAKE_BUILD_TYPE=Release --log-level=WARNING \
 	  -DMEKI_ORT_HEADERS=$(abspath build/ort-headers) \
 	  -DMEKI_JSON_INCLUDE="$(JSON_INCLUDE)"
-	cmake --build build/runner --parallel $(JOBS) --target meki-runner
+	cmake --build build/runner --parallel $(JOBS) --target meki-runner --target meki-rom-probe
 	@touch $@
 
 test: runner ## run the test suite (C++ and Python)

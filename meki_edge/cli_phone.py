@@ -19,6 +19,7 @@ from meki_edge.options import (
     GenerateTokens,
     Json,
     NpuMemory,
+    NpuMemoryOption,
     OutputDir,
     OutputFormat,
     Place,
@@ -81,9 +82,7 @@ def bench(
     serial: Serial = None,
     target: Target = TARGET,
     compute: Annotated[Compute, typer.Option(help="cpu, or npu: the Hexagon binaries of the bundles.")] = Compute.cpu,
-    npu_memory: Annotated[
-        NpuMemory, typer.Option(help="Inputs and outputs: shared with the NPU, or copied; auto: shared where that works.")
-    ] = NpuMemory.auto,
+    npu_memory: NpuMemoryOption = NpuMemory.auto,
     prompt_tokens: PromptTokens = 512,
     generate_tokens: GenerateTokens = 128,
     repetitions: Repetitions = 5,

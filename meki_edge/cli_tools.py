@@ -11,7 +11,19 @@ import typer
 from meki_edge import console
 from meki_edge.device.phone_facts import TARGET
 from meki_edge.errors import UserError
-from meki_edge.options import Compute, Json, Place, RowIo, Serial, Target, Threads, VerifyRows, refuse
+from meki_edge.options import (
+    Compute,
+    Json,
+    NpuMemory,
+    NpuMemoryOption,
+    Place,
+    RowIo,
+    Serial,
+    Target,
+    Threads,
+    VerifyRows,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from meki_edge.published_costs import Comparison
@@ -40,6 +52,7 @@ def generate(
     serial: Serial = None,
     target: Target = TARGET,
     compute: Annotated[Compute, typer.Option(help="On a phone: cpu, or npu, the bundle's Hexagon binaries.")] = Compute.cpu,
+    npu_memory: NpuMemoryOption = NpuMemory.auto,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with the C++ harness, streaming the text."""
@@ -52,10 +65,12 @@ def generate(
         from meki_edge.device import adb, sideload
         from meki_edge.device.phone_runner import PhoneRunner
 
-        run_json = PhoneRunner(adb.find().device(serial), sideload.layout(target), npu=compute is Compute.npu).run_json
+        device, places = adb.find().device(serial), sideload.layout(target)
+        npu = compute is Compute.npu
+        run_json = PhoneRunner(device, places, npu=npu, npu_memory=npu_memory.value).run_json
     else:
         what = "an option of a phone, but the text is generated on this machine"
-        refuse(context, ["serial", "target", "compute"], what, "add --on adb, or leave it out")
+        refuse(context, ["serial", "target", "compute", "npu_memory"], what, "add --on adb, or leave it out")
 
     config = GenerateConfig(
         max_new_tokens=max_new_tokens,

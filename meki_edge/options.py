@@ -60,6 +60,12 @@ class NpuMemory(StrEnum):
     copied = "copied"
 
 
+NpuMemoryOption = Annotated[
+    NpuMemory,
+    typer.Option("--npu-memory", help="Inputs and outputs: shared with the NPU, or copied; auto: shared where that works."),
+]
+
+
 class OutputFormat(StrEnum):
     """What `run` prints."""
 

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <cassert>
+#include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unistd.h>
@@ -70,7 +72,9 @@ void register_provider(Ort::Env& env, const std::string& library) {
     static std::string registered;
     const std::lock_guard lock(mutex);
     if (find_devices(env).empty()) {
-        env.RegisterExecutionProviderLibrary(provider_name, library);
+        // ONNX Runtime takes a relative path for one beside its own library.
+        const std::unique_ptr<char, decltype(&std::free)> absolute(::realpath(library.c_str(), nullptr), std::free);
+        env.RegisterExecutionProviderLibrary(provider_name, absolute ? absolute.get() : library);
         registered = library;
     } else if (registered != library) {
         throw Error("this process uses another QNN provider already: " + registered, library,
@@ -79,9 +83,22 @@ void register_provider(Ort::Env& env, const std::string& library) {
 }
 #endif
 
-// Where `meki-edge pack` puts a part's wrapper, which names the binary beside it.
-std::string wrapper_path(const std::string& bundle, const PartFile& part) {
-    return bundle + "/npu/" + part.file.substr(0, part.file.rfind(".onnx")) + "_ctx.onnx";
+// Where `meki-edge pack` puts what was compiled of a part, without the end of the name: `_ctx.onnx`, the wrapper, which
+// names the binary beside it. That is `_qnn.bin`, unless graphs share one.
+std::string compiled_path(const std::string& bundle, const PartFile& part) {
+    return bundle + "/npu/" + part.file.substr(0, part.file.rfind(".onnx"));
+}
+
+bool can_read(const std::string& path) { return ::access(path.c_str(), R_OK) == 0; }
+
+// Qualcomm's simulator crashes on a binary that graphs share.
+void require_simulable([[maybe_unused]] const std::string& compiled) {
+#if defined(__x86_64__)
+    if (!can_read(compiled + "_qnn.bin")) {
+        throw Error("graphs share this binary, which the NPU's simulator cannot load", compiled + "_ctx.onnx",
+                    "compile with --no-share-weights, and pack again");
+    }
+#endif
 }
 
 }  // namespace
@@ -107,11 +124,12 @@ OrtQnnBackend::OrtQnnBackend(const QnnConfig& config)
 }
 
 std::unique_ptr<Graph> OrtQnnBackend::load(const std::string& bundle, const PartFile& part) {
-    const std::string path = wrapper_path(bundle, part);
-    if (::access(path.c_str(), R_OK) != 0) {
+    const std::string path = compiled_path(bundle, part) + "_ctx.onnx";
+    if (!can_read(path)) {
         throw Error("the bundle has no NPU binary of " + part.file, path,
                     "run `meki-edge compile`, and pack with --compiled");
     }
+    require_simulable(compiled_path(bundle, part));
     const Ort::SessionOptions options = session_options();
     const auto open = [&] { return std::make_shared<Ort::Session>(env_, path.c_str(), options); };
     if (!shares_memory_) {

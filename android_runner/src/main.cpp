@@ -186,6 +186,10 @@ void run(const std::vector<std::string>& arguments) {
         return;
     }
     const std::vector<std::string> rest(arguments.begin() + (arguments.empty() ? 0 : 1), arguments.end());
+    if (rest == std::vector<std::string>{"--help"} || rest == std::vector<std::string>{"-h"}) {
+        std::fputs(usage, stdout);
+        return;
+    }
     if (command == "generate") {
         run_generate(rest);
     } else if (command == "bench") {

@@ -56,8 +56,6 @@ def bench(
     """
     if config.cool_wait_s < 0:
         raise UserError(f"the wait is {config.cool_wait_s} s", where="--cool-wait", fix="give 0 or more")
-    if config.npu_memory != "auto" and not config.npu:
-        raise UserError("only the NPU has memory to share", where="--npu-memory", fix="give --compute npu")
     config = dataclasses.replace(config, threads=config.threads or DEFAULT_THREADS)
     places = sideload.layout(config.target)
     opened = [open_bundle(directory) for directory in bundles]

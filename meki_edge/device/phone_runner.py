@@ -49,7 +49,7 @@ class PhoneRunner:
     """The harness that was sideloaded to a phone.
 
     Raises (the constructor):
-        UserError: another run is under way on the phone.
+        UserError: another run is under way on the phone, or ``npu_memory`` is given without the NPU.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class PhoneRunner:
             npu_memory: the harness's ``--npu-memory``.
             failures: a directory that gets the phone's log when a run fails; by default a temporary one.
         """
+        if npu_memory != "auto" and not npu:
+            raise UserError("only the NPU has memory to share", where="--npu-memory", fix="give --compute npu")
         self.device, self.places = device, places
         self._npu = npu
         self._npu_memory = npu_memory

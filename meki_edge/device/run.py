@@ -127,6 +127,13 @@ def check(arms: list[Bundle], shards: tokens.TokenShards, config: RunConfig) -> 
         raise UserError(f"threads is {config.threads}", where="--threads", fix="give 1 or more")
     if config.prompt_tokens + config.generate_tokens == 0:
         raise UserError("there is nothing to measure", where="run", fix="give -p or -n")
+    for flag, given, known in (("--io", config.io, runner.IO_MODES), ("--cores", config.cores, ("big", "all"))):
+        if given not in known:
+            what = f"{flag} takes {', '.join(known[:-1])} or {known[-1]}, got {given!r}"
+            raise UserError(what, where=flag, fix="give one of them")
+    if config.row_cache_bytes > 0 and config.io == "mmap":
+        what = "--row-cache-bytes needs --io pread or direct: the pages of a map are a cache already"
+        raise UserError(what, where="--row-cache-bytes", fix="leave it out, or give another --io")
     names = [arm.name for arm in arms]
     for name in names:
         if names.count(name) > 1:
@@ -150,6 +157,8 @@ def check(arms: list[Bundle], shards: tokens.TokenShards, config: RunConfig) -> 
                     where=arm.directory,
                     fix=f"lower {flag} or --depth, or export with a larger --context-length",
                 )
+        for rom in arm.spec.roms if config.verify_rows else ():
+            RomReader(arm.directory / rom.file, verify_rows=True).close()  # it has checksums
     needed = _trace_tokens(config)
     if len(shards.validation) < needed:
         raise UserError(

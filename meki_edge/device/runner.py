@@ -18,6 +18,8 @@ from meki_edge.files import read_json
 BINARY_VARIABLE = "MEKI_RUNNER"
 BUILT_BINARY = Path(__file__).parents[2] / "build/runner/meki-runner"
 REPORT_SCHEMA = 3
+IO_MODES = ("pread", "direct", "mmap")
+"""How rows are read."""
 END_SECONDS = 10.0  # what a harness that was told to end gets to finish its step
 
 _ERROR = re.compile(r"^error: (?P<what>.*) \[(?P<where>.*?)\] (?P<fix>.*)$", re.MULTILINE)

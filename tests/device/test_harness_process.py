@@ -98,6 +98,12 @@ def test_threads_that_cannot_start(
     assert b"error: cannot start a thread: " in done.stderr and b"[this process]" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["generate", "bench", "rows", "fetch"])
+def test_every_command_helps(binary: Path, name: str) -> None:
+    done = subprocess.run([binary, name, "--help"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and f"meki-runner {name} --" in done.stdout
+
+
 def test_a_path_that_is_not_text(probe: Path, tmp_path: Path) -> None:
     rom = os.fsencode(tmp_path) + b"/\xff.safetensors"
     os.symlink(ROM, rom)

@@ -173,7 +173,9 @@ def test_memory_that_cannot_be_shared(
     assert "no memory can be shared with the NPU" in missing.what and missing.where == "libcdsprpc.so"
 
 
-def test_what_is_missing_is_said(bundle: Path, library: Path, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(
+    bundle: Path, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refusal(directory: Path, *options: str) -> UserError:
         with pytest.raises(UserError) as caught:
             generate(directory, tmp_path, [1, 2], 1, *options)
@@ -189,6 +191,13 @@ def test_what_is_missing_is_said(bundle: Path, library: Path, tmp_path: Path) ->
     assert "cannot load the QNN library" in missing.what and missing.where == "nothing.so"
     other = refusal(bundle, "--backend", "qnn", *backend, "--qnn-provider", str(library / "libQnnIr.so"))
     assert "CreateEpFactories" in other.what and other.where.endswith("libQnnIr.so")
+    monkeypatch.chdir(library)  # a relative path is one from here
+    relative = ["--qnn-provider", "libonnxruntime_providers_qnn.so"]
+    assert len(generate(bundle, tmp_path, [1, 2], 1, "--backend", "qnn", *backend, *relative)["generated_tokens"]) == 1
+    shared = shutil.copytree(bundle, tmp_path / "shared")
+    (shared / "npu/decode_0_qnn.bin").rename(shared / "npu/model_0_qnn.bin")
+    error = refusal(shared, *qnn(library))
+    assert "the NPU's simulator cannot load" in error.what and "--no-share-weights" in error.fix
     bare = shutil.copytree(bundle, tmp_path / "bare", ignore=shutil.ignore_patterns("npu"))
     error = refusal(bare, *qnn(library))
     assert error.what == "the bundle has no NPU binary of decode_0.onnx" and "meki-edge compile" in error.fix

@@ -106,6 +106,21 @@ def test_each_part_is_what_the_spec_says(name: str, split: Path) -> None:
         assert len(graph.by_role("past_key")) == 3 and len(graph.by_role("attention_mask")) == 1
 
 
+def test_a_head_apart_is_known_by_its_tensors(name: str, split: Path) -> None:
+    spec = spec_of(split)
+    assert spec.head_is_apart == CUTS[name].get("head_part", False)
+    path = split / graph_spec.FILE_NAME
+    for graph in ("prefill", "decode"):
+        values = read_json(path)
+        values[graph]["parts"][-1]["outputs"][0]["role"] = "present_key"
+        assert not GraphSpec.from_json(values, path).head_is_apart
+    values = read_json(path)
+    twice = values["decode"]["parts"][0]
+    twice["outputs"][1]["name"] = twice["outputs"][0]["name"]
+    with pytest.raises(UserError, match=f"decode_0.onnx has two tensors called '{twice['outputs'][0]['name']}'"):
+        GraphSpec.from_json(values, path)
+
+
 def test_each_part_has_its_own_weights(name: str, split: Path) -> None:
     found = manifest.load(split)
     files = {entry.role: file for file, entry in found.files.items()}

@@ -37,7 +37,7 @@ HEADERS: list[tuple[str, str, Change, str, str]] = [
     ("scale tiny", STATIC, nested("quantization", scale=1e-300), SCALE, SCALE),
     ("scale subnormal", STATIC, nested("quantization", scale=2.0**-127), SCALE, SCALE),
     ("scale huge", STATIC, nested("quantization", scale=1e300), SCALE, SCALE),
-    ("scale nan", STATIC, quantization('{"scale":NaN,"zero_point":1}'), SCALE, "not valid JSON"),
+    ("scale nan", STATIC, quantization('{"scale":NaN,"zero_point":1}'), "not valid JSON", "not valid JSON"),
     ("scale infinite", STATIC, quantization('{"scale":1e999,"zero_point":1}'), SCALE, "not valid JSON"),
     ("scale endless", STATIC, quantization(f'{{"scale":{LARGE},"zero_point":1}}'), "too large", "not valid JSON"),
     ("scale a string", STATIC, nested("quantization", scale="1"), "expected float, got '1'", "must be a number"),

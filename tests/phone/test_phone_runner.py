@@ -209,6 +209,11 @@ def test_a_half_pushed_bundle_is_never_run(
         harness.run_json(arguments(bundles["dense"], tmp_path))
 
 
+def test_memory_is_shared_with_the_npu_alone(device: Device, phone: Phone) -> None:
+    with pytest.raises(UserError, match="only the NPU has memory to share"):
+        PhoneRunner(device, sideload.layout(phone.target), npu_memory="copied")
+
+
 def test_only_known_options_name_files_of_this_machine(device: Device, tmp_path: Path) -> None:
     harness = PhoneRunner(device, sideload.layout("/data/local/tmp/meki"))
     words, files = harness._translated(["bench", "--trace-file", "/x/trace.txt", "--depth", "3"], "/run")
