@@ -30,6 +30,7 @@ check-system:
 setup: .venv/.installed ## create .venv and install meki-edge with its tested dependencies
 
 .venv/.installed: pyproject.toml constraints.txt | check-system
+	@echo "installing meki-edge and what it needs into .venv: minutes, the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,build]'

@@ -80,12 +80,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"not valid JSON: {error}", where=path, fix="repair or regenerate the file") from None
 
 
-def parse_json(text: str, *, allow_nan: bool = True) -> Any:
+def parse_json(text: str, *, strict: bool = False) -> Any:
     """Parse JSON; ValueError (or RecursionError) if it is not valid, or holds what no UTF-8 text can.
 
-    ``allow_nan``: take NaN and Infinity, which Python writes and the standard does not know.
+    ``strict``: take neither NaN and Infinity, which Python writes and the standard does not know, nor -0
+    for an integer, which is one for some readers only.
     """
-    value = json.loads(text, parse_constant=float if allow_nan else _refuse)
+    value = json.loads(text, parse_constant=_refuse, parse_int=_strict_int) if strict else json.loads(text)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # Python reads lone surrogates, and then cannot print them
     return value
@@ -93,6 +94,12 @@ def parse_json(text: str, *, allow_nan: bool = True) -> Any:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _strict_int(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no integer")
+    return int(text)
 
 
 def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:

@@ -178,7 +178,7 @@ class SafetensorsFile:
             text = self._pread(header_bytes, 8).decode()
             if not text.startswith("{"):
                 raise ValueError("it does not begin with '{'")
-            header = parse_json(text, allow_nan=False)
+            header = parse_json(text, strict=True)
             self.metadata = dict(header.pop("__metadata__", {}))
             if not all(isinstance(value, str) for value in self.metadata.values()):
                 raise TypeError("__metadata__ maps strings to strings")

@@ -326,6 +326,6 @@ def _canonical(value: Any) -> str:
 
 def _json(metadata: Mapping[str, str], key: str, broken: Callable[[str], UserError]) -> Any:
     try:
-        return parse_json(metadata.get(key, "{}"), allow_nan=False)
+        return parse_json(metadata.get(key, "{}"), strict=True)
     except (ValueError, RecursionError) as error:
         raise broken(f"{key!r} is not valid JSON: {error}") from None
