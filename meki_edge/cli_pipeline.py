@@ -215,7 +215,7 @@ def export(
         prefill_tokens=prefill_tokens,
         verify_tokens=verify_tokens,
         parts=parts,
-        split_layers=() if split_layers is None else parse_layers(split_layers, "--split-layers"),
+        split_layers=() if split_layers is None else parse_layers(split_layers, "--split-layers", "1,2"),
         head_part=head_part,
         kv_dtype=kv_dtype,
     )
