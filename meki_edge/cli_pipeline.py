@@ -95,7 +95,9 @@ def train(
     gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="Parts a batch is computed in.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
     minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warmup.")] = 500,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of linear warmup (default: a tenth of the steps, at most 500).")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
     table_learning_rate_scale: Annotated[
         float | None, typer.Option(help="Tables' learning rate, relative (default: the memory's recipe).")
@@ -141,7 +143,9 @@ def train(
         model = presets.from_config(model_config, **placement)
     else:
         model = presets.from_checkpoint(init_from, **placement)
-    if moe is not None:
+    if moe is not None and init_from is not None:
+        presets.check_experts(model, *parse_moe(moe))
+    elif moe is not None:
         model = presets.with_moe(model, *parse_moe(moe))
     config = TrainConfig(
         steps=steps,

@@ -55,7 +55,7 @@ def train(
             a checkpoint that does not fit, or a loss that is no longer finite.
         KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after a checkpoint was written.
     """
-    check(config)
+    config = check(config)
     shards = open_shards(tokens)
     model = _fitting(model, shards, config)
     inputs = {"tokens": tokens}
@@ -112,8 +112,8 @@ def _fitting(model: ModelConfig, shards: TokenShards, config: TrainConfig) -> Mo
     if config.window_length > model.max_position_embeddings:
         raise UserError(
             f"windows of {config.window_length} tokens, but max_position_embeddings is {model.max_position_embeddings}",
-            where="training options",
-            fix="shorten the windows or raise max_position_embeddings",
+            where="--window-length",
+            fix="shorten the windows, or take a model with a larger max_position_embeddings",
         )
     if model.eos_token_id is None:
         return dataclasses.replace(model, eos_token_id=shards.eos_token_id)
