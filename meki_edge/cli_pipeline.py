@@ -85,9 +85,14 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
     preset: Annotated[str | None, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = None,
     model_config: Annotated[Path | None, typer.Option("--config", help="A config.json with the model's shape.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint (ours or a Qwen3 one).")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense.")] = None,
-    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper has it).")] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="Start from this checkpoint (ours or a Qwen3 one), with its memories if it has any and no other --memory is given."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense, or as --init-from has it.")
+    ] = None,
+    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper, or the checkpoint, has it).")] = None,
     memory_option: MemoryOption = None,
     moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 16,

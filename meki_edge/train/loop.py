@@ -46,8 +46,9 @@ def train(
             ``metrics.jsonl``, ``loss.svg``.
         model: a dense model, or one with memories in training form.
         config: how to train.
-        init_from: a checkpoint directory (ours, or Hugging Face's Qwen3) whose backbone is the
-            starting point; memories start fresh.
+        init_from: a checkpoint directory (ours, or Hugging Face's Qwen3) whose weights are the
+            starting point. Its memories are too if ``model`` has the very same; others start fresh.
+            The optimizer starts anew.
         force: replace an earlier result, or an unfinished run of another configuration.
 
     Raises:

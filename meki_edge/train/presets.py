@@ -17,6 +17,7 @@ from meki_edge.files import read_json
 from meki_edge.model import config as model_config
 from meki_edge.model.config import MemoryPlacement, ModelConfig
 from meki_edge.model.placement import paper_placement
+from meki_edge.train.initialize import require_training_form
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict[str, Any]:
@@ -99,10 +100,24 @@ def from_checkpoint(
     layers: tuple[int, ...] | None = None,
     options: dict[str, Any] | None = None,
 ) -> ModelConfig:
-    """The shape of a checkpoint directory (for ``init_from``) without its memories, and a new one."""
-    parsed = from_config(directory / model_config.FILE_NAME)
-    dense = dataclasses.replace(parsed, memories=(), memory_form=model_config.TRAINING_FORM)
-    return dense if memory is None else with_memory(dense, memory, layers=layers, options=options)
+    """The model that goes on from a checkpoint directory (``init_from``), with its memories or with ``memory`` instead.
+
+    If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the
+    checkpoint's, so that naming the kind alone changes nothing.
+
+    Raises:
+        UserError: the checkpoint is in ROM form, or the memory does not fit it.
+    """
+    path = directory / model_config.FILE_NAME
+    parsed = from_config(path)
+    require_training_form(parsed, path)
+    if memory is None:
+        return parsed
+    if [placement.kind for placement in parsed.memories] == [memory]:
+        (placement,) = parsed.memories
+        layers = placement.layers if layers is None else layers
+        options = {**placement.options, **(options or {})}
+    return with_memory(dataclasses.replace(parsed, memories=()), memory, layers=layers, options=options)
 
 
 def with_memory(
