@@ -85,9 +85,14 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
     preset: Annotated[str | None, typer.Option(help="demo, qwen3-0.6b, qwen3-1.7b or qwen3-4b.")] = None,
     model_config: Annotated[Path | None, typer.Option("--config", help="A config.json with the model's shape.")] = None,
-    init_from: Annotated[Path | None, typer.Option(help="Start from this checkpoint (ours or a Qwen3 one).")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense.")] = None,
-    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper has it).")] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="Start from this checkpoint (ours or a Qwen3 one), with its memories if it has any and no other --memory is given."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense, or as --init-from has it.")
+    ] = None,
+    memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper, or the checkpoint, has it).")] = None,
     memory_option: MemoryOption = None,
     moe: Annotated[str | None, typer.Option(help="EXPERTS/ACTIVE, such as 8/2: a plain mixture of experts.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 16,
@@ -95,7 +100,9 @@ def train(
     gradient_accumulation_steps: Annotated[int, typer.Option(min=1, help="Parts a batch is computed in.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-4,
     minimum_learning_rate_ratio: Annotated[float, typer.Option(help="The last step's rate as a share of the peak.")] = 0.5,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warmup.")] = 500,
+    warmup_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of linear warmup (default: a tenth of the steps, at most 500).")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(help="On matrices, tables and 0-D scalars.")] = 0.1,
     table_learning_rate_scale: Annotated[
         float | None, typer.Option(help="Tables' learning rate, relative (default: the memory's recipe).")
@@ -141,7 +148,9 @@ def train(
         model = presets.from_config(model_config, **placement)
     else:
         model = presets.from_checkpoint(init_from, **placement)
-    if moe is not None:
+    if moe is not None and init_from is not None:
+        presets.check_experts(model, *parse_moe(moe))
+    elif moe is not None:
         model = presets.with_moe(model, *parse_moe(moe))
     config = TrainConfig(
         steps=steps,
@@ -215,7 +224,7 @@ def export(
         prefill_tokens=prefill_tokens,
         verify_tokens=verify_tokens,
         parts=parts,
-        split_layers=() if split_layers is None else parse_layers(split_layers, "--split-layers"),
+        split_layers=() if split_layers is None else parse_layers(split_layers, "--split-layers", "1,2"),
         head_part=head_part,
         kv_dtype=kv_dtype,
     )

@@ -202,12 +202,18 @@ def verify(
     changed: UserError | None = None
     if path.is_dir():
         made = manifest.load(path)
+        roms = [path / name for name, entry in made.files.items() if entry.role.startswith("rom")]
+        embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
+        if checkpoint is not None and not roms:
+            raise UserError(
+                f"`meki-edge {made.stage}` wrote no ROM file here: no rows to compare with the checkpoint",
+                where=path,
+                fix="give a directory with rom.safetensors (of `meki-edge reparam`, or `pack`), or leave out --checkpoint",
+            )
         with console.byte_progress("digests", sum(entry.bytes for entry in made.files.values())) as advance:
             changed = manifest.first_change(path, made, advance)
         if changed is None:
             console.info(f"{len(made.files)} files are as `meki-edge {made.stage}` wrote them")
-        roms = [path / name for name, entry in made.files.items() if entry.role.startswith("rom")]
-        embeddings = [path / name for name, entry in made.files.items() if entry.role == "embedding"]
     else:
         roms, embeddings = [path], []
     scans: dict[str, Scan] = {}

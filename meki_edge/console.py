@@ -52,8 +52,13 @@ def show_json(value: Any) -> None:
 
 
 def show_metrics(values: Mapping[str, Any], *, title: str | None, skip: tuple[str, ...] = ()) -> None:
-    """Named figures as a two-column table (stderr); nested objects are flattened with dots."""
-    table = Table(title=title and _escape(title), title_justify="left", show_header=False, box=None, pad_edge=False)
+    """Named figures as a two-column table (stderr); nested objects are flattened with dots.
+
+    The title is a line of its own, as long as it is: it may hold a path, which can then be copied whole.
+    """
+    if title is not None:
+        stderr.print(f"[table.title]{_escape(title)}[/]", soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _flat(values):
         if name not in skip:
             table.add_row(name, _escape(f"{value:,.6g}" if isinstance(value, float) else f"{value:,}" if _whole(value) else str(value)))

@@ -82,8 +82,11 @@ def parse_number(text: str, most: int) -> int | None:
     return int(text) if plain and int(text) <= most else None
 
 
-def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
+def parse_layers(text: str, option: str = "--memory-layers", example: str = "0,2-5") -> tuple[int, ...]:
     """``"0,2-5"`` → (0, 2, 3, 4, 5).
+
+    Args:
+        example: a list that ``option`` may well take, for the error.
 
     Raises:
         UserError: not a list of layers and ranges.
@@ -93,7 +96,7 @@ def parse_layers(text: str, option: str = "--memory-layers") -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         start, stop = parse_number(first, MAX_LAYER), parse_number(last if dash else first, MAX_LAYER)
         if start is None or stop is None or start > stop:
-            raise UserError(f"{text!r} is not a list of layers", where=option, fix="write it as 0,2-5")
+            raise UserError(f"{text!r} is not a list of layers", where=option, fix=f"write it as {example}")
         layers.extend(range(start, stop + 1))
     return tuple(layers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -11,8 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny import TINY
+from typer.testing import CliRunner
 
+from meki_edge import cli, console
 from meki_edge.errors import UserError
 from meki_edge.options import parse_layers, parse_lengths, parse_memory_options, parse_moe
 
@@ -88,6 +92,28 @@ def test_other_numbers_take_plain_digits_too(text: str) -> None:
     with pytest.raises(UserError, match="is not EXPERTS/ACTIVE"):
         parse_moe(text)
     assert parse_memory_options([f"memory_dim={'9' * 5000}"]) == {"memory_dim": "9" * 5000}
+
+
+@pytest.mark.parametrize(("option", "example"), [("--memory-layers", "0,2-5"), ("--split-layers", "1,2")])
+def test_the_advice_about_layers_is_one_that_the_option_takes(option: str, example: str, tmp_path: Path) -> None:
+    """A graph cannot be cut before layer 0."""
+    commands = {
+        "--memory-layers": ["train", "tokens", "--preset", "demo", "--steps", "1", "--memory", "meki"],
+        "--split-layers": ["export", "checkpoint", "tokens"],
+    }
+    done = CliRunner().invoke(cli.app, [*commands[option], "-o", str(tmp_path / "out"), option, "1,x"])
+    assert isinstance(done.exception, UserError) and done.exception.fix == f"write it as {example}"
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_result_names_its_directory_on_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long: it is there to be copied."""
+    path = "/a/long/path [with] spaces/" + "x" * 200
+    lines = io.StringIO()
+    monkeypatch.setattr(console, "stderr", Console(file=lines, width=columns, highlight=False))
+    console.show_metrics({"loss": 1.5}, title=f"train → {path}")
+    assert lines.getvalue().splitlines()[0] == f"train → {path}"
+    assert lines.getvalue().splitlines()[1].split() == ["loss", "1.5"]
 
 
 def test_a_path_that_is_too_long() -> None:

@@ -117,6 +117,18 @@ def test_the_command(trained: Path, folded: Path, tmp_path: Path) -> None:
     assert "rom.safetensors: token 30, layer 0 memory 0 differs by" in told.stdout
 
 
+def test_a_directory_without_rows_to_compare(
+    trained: Path, exported: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export's embedding is no ROM; nothing is read before that is said."""
+    monkeypatch.setattr(manifest, "first_change", None)
+    for directory, stage in ((exported["meki"][1], "export"), (exported["dense"][0], "train")):
+        done = CliRunner().invoke(cli.app, ["verify", str(directory), "--checkpoint", str(trained)])
+        assert isinstance(done.exception, UserError) and done.exception.where == str(directory)
+        assert f"`meki-edge {stage}` wrote no ROM file here" in done.exception.what
+        assert "leave out --checkpoint" in done.exception.fix
+
+
 def test_reparam_stores_no_static_rows(trained: Path, tokens_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="static16 needs a calibrated range"):
         fold(trained, tokens_dir, tmp_path / "rom", "static16")

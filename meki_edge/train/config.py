@@ -11,6 +11,9 @@ from meki_edge.errors import UserError, nearest
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "bf16", "fp32")
+MOST_WARMUP_STEPS = 500
+NO_OPTIONS = frozenset({"beta1", "beta2", "epsilon", "clip_norm"})
+"""Fields that the command line does not offer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,8 @@ class TrainConfig:
     """Peak learning rate."""
     minimum_learning_rate_ratio: float = 0.5
     """The last step's learning rate as a share of the peak (the paper: 4e-4 → 2e-4)."""
-    warmup_steps: int = 500
-    """Steps of linear warmup."""
+    warmup_steps: int | None = None
+    """Steps of linear warmup; without it, a tenth of the run and at most 500. :func:`check` fills it in."""
     weight_decay: float = 0.1
     """On matrices, tables and 0-D scalars, not on norm gains: see :mod:`meki_edge.train.optimizer`."""
     beta1: float = 0.9
@@ -64,11 +67,12 @@ class TrainConfig:
     """Steps between checkpoints; an interrupt also writes one."""
 
 
-def check(config: TrainConfig) -> None:
-    """Raise :class:`UserError` for a value that cannot work."""
+def check(config: TrainConfig) -> TrainConfig:
+    """Return ``config`` with the warmup of its run; raise :class:`UserError` for a value that cannot work."""
 
     def wrong(name: str, fix: str) -> UserError:
-        return UserError(f"{name} is {getattr(config, name)!r}", where="training options", fix=fix)
+        option = name if name in NO_OPTIONS else f"--{name.replace('_', '-')}"
+        return UserError(f"{option} is {getattr(config, name)!r}", where=option, fix=fix)
 
     may_be_zero = {"warmup_steps", "weight_decay", "seed", "beta1", "beta2", "minimum_learning_rate_ratio"}
     may_be_zero |= {"table_weight_decay", "freeze_up_steps"}
@@ -83,8 +87,10 @@ def check(config: TrainConfig) -> None:
             raise wrong(name, "give a number below 1")
     if config.minimum_learning_rate_ratio > 1:
         raise wrong("minimum_learning_rate_ratio", "give a share of the peak, at most 1")
+    if config.warmup_steps is None:
+        config = dataclasses.replace(config, warmup_steps=min(MOST_WARMUP_STEPS, config.steps // 10))
     if config.warmup_steps >= config.steps:
-        raise wrong("warmup_steps", f"give fewer than the {config.steps} steps of the run")
+        raise wrong("warmup_steps", f"give fewer than the {config.steps} steps of the run, or leave it out")
     if config.freeze_up_steps > config.steps:
         raise wrong("freeze_up_steps", f"give at most the {config.steps} steps of the run")
     if config.batch_size % config.gradient_accumulation_steps:
@@ -95,6 +101,7 @@ def check(config: TrainConfig) -> None:
             raise wrong(name, f"use {', '.join(known)}{nearest(value, known)}")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise wrong("device", "PyTorch sees no CUDA device here: use cpu, or install a CUDA build of PyTorch")
+    return config
 
 
 def resolve_device(config: TrainConfig) -> torch.device:

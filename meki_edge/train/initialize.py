@@ -1,9 +1,8 @@
-"""What a model starts from: its memories' addresses, and perhaps another model's backbone.
+"""What a model starts from: its memories' addresses, and perhaps a checkpoint.
 
-The backbone may come from a checkpoint of ours, or from Hugging Face's Qwen3 as it is.
-
-Memories start fresh, except that each may initialise itself from the dense layer it joins
-(:meth:`MemoryLayer.upcycle`).
+The checkpoint may be one of ours, or Hugging Face's Qwen3 as it is. A model with the very memories
+of the checkpoint takes them over. All others start fresh, except that each may initialise itself
+from the dense layer it joins (:meth:`MemoryLayer.upcycle`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meki_edge import console, manifest
 from meki_edge.errors import UserError
 from meki_edge.files import sha256_file
 from meki_edge.model import config as model_config
 from meki_edge.model.checkpoint import EMBEDDING, HEAD, Checkpoint, weight_files
+from meki_edge.model.config import MemoryPlacement, ModelConfig
 from meki_edge.model.decoder import CausalLM
 from meki_edge.tokenizer import load, read_tokenizer
 from meki_edge.tokens import TOKENIZER, TokenShards
@@ -79,40 +80,84 @@ def prepare_memories(model: CausalLM, shards: TokenShards) -> None:
         type(layers[0]).prepare(layers, shards.train, tokenizer)
 
 
+def require_training_form(model: ModelConfig, path: Path) -> None:
+    """Raise :class:`UserError` if ``model``, of the checkpoint's ``config.json`` ``path``, is in ROM form."""
+    if model.folded:
+        raise UserError(
+            "the checkpoint is in ROM form: its memories are folded and cannot be trained further",
+            where=path,
+            fix="start from the checkpoint that `meki-edge reparam` read (its manifest.json names it)",
+        )
+
+
 @torch.no_grad()
-def initialize_backbone(model: CausalLM, directory: Path) -> None:
-    """Copy the backbone of ``directory`` into ``model``, then let the memories upcycle.
+def start_from(model: CausalLM, directory: Path) -> bool:
+    """Copy what ``directory`` was trained to into ``model``, and say whether its memories came along.
+
+    They do, addresses included, if both have the very same ones. If not, those of the checkpoint are
+    left out, and the model's start fresh or upcycle.
 
     Raises:
-        UserError: a tensor is missing or has another shape, or a field of ``config.json`` that
-            changes the mathematics differs.
+        UserError: the checkpoint is in ROM form, a tensor is missing or has another shape, or a
+            field of ``config.json`` that changes the mathematics differs.
     """
     with Checkpoint(directory) as checkpoint:
+        require_training_form(checkpoint.config, directory / model_config.FILE_NAME)
         _check_config(model, checkpoint)
+        theirs, ours = checkpoint.config.memories, model.config.memories
+        kept = bool(theirs) and theirs == ours
         for name, target in model.state_dict().items():
-            if ".memories." in name or (name == HEAD and model.config.tie_word_embeddings):
+            if (".memories." in name and not kept) or (name == HEAD and model.config.tie_word_embeddings):
                 continue
-            if name not in checkpoint.names:
+            _copy(checkpoint, name, target)
+        if kept:
+            console.info(f"training goes on with the checkpoint's memories ({_named(theirs)})")
+            return True
+        _upcycle(model, checkpoint)
+        if theirs:
+            rest = f"the model's ({_named(ours)}) start fresh" if ours else "the model has none"
+            console.info(f"the checkpoint's memories ({_named(theirs)}) are left out: {rest}")
+    return False
+
+
+def _copy(checkpoint: Checkpoint, name: str, target: Tensor) -> None:
+    if name not in checkpoint.names:
+        keep = ", or keep its memories, which may stand in place of the tensor" if checkpoint.config.memories else ""
+        raise UserError(
+            f"the tensor {name!r} is missing",
+            where=checkpoint.directory,
+            fix=f"give a checkpoint of the same shape{keep}",
+        )
+    if checkpoint.shape(name) != tuple(target.shape):
+        raise UserError(
+            f"the tensor {name!r} has shape {checkpoint.shape(name)}, the model asks for {tuple(target.shape)}",
+            where=checkpoint.directory,
+            fix="give a checkpoint of the same shape, or take the model's shape from it",
+        )
+    target.copy_(checkpoint.read(name))
+
+
+def _upcycle(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """Let each memory initialise itself from the backbone's tensors of its layer."""
+    embeddings = checkpoint.read(EMBEDDING)
+    for index, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{index}."
+        names = [name for name in checkpoint.names if name.startswith(prefix) and ".memories." not in name]
+        donor = {name.removeprefix(prefix): checkpoint.read(name) for name in names} if layer.memories else {}
+        for memory in layer.memories:
+            try:
+                memory.upcycle(donor, embeddings)
+            except KeyError as missing:  # another memory stood in its place
+                name = prefix + missing.args[0]
                 raise UserError(
-                    f"the tensor {name!r} is missing", where=directory, fix="give a checkpoint of the same shape"
-                )
-            if checkpoint.shape(name) != tuple(target.shape):
-                raise UserError(
-                    f"the tensor {name!r} has shape {checkpoint.shape(name)}, the model asks for {tuple(target.shape)}",
-                    where=directory,
-                    fix="give a checkpoint of the same shape, or take the model's shape from it",
-                )
-            target.copy_(checkpoint.read(name))
-        embeddings = checkpoint.read(EMBEDDING)
-        for index, layer in enumerate(model.model.layers):
-            prefix = f"model.layers.{index}."
-            names = [name for name in checkpoint.names if name.startswith(prefix) and ".memories." not in name]
-            if layer.memories:
-                donor = {name.removeprefix(prefix): checkpoint.read(name) for name in names}
-                for memory in layer.memories:
-                    memory.upcycle(donor, embeddings)
-        if checkpoint.config.memories:
-            console.info("the checkpoint's memories are left out: memories start fresh")
+                    f"{memory.kind} starts from the tensor {name!r}, which the checkpoint does not have",
+                    where=checkpoint.directory,
+                    fix="start from a dense checkpoint, or keep the checkpoint's memories as they are",
+                ) from None
+
+
+def _named(memories: tuple[MemoryPlacement, ...]) -> str:
+    return ", ".join(f"{memory.kind} in layers {', '.join(map(str, memory.layers))}" for memory in memories)
 
 
 def _check_config(model: CausalLM, checkpoint: Checkpoint) -> None:

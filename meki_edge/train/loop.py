@@ -46,8 +46,9 @@ def train(
             ``metrics.jsonl``, ``loss.svg``.
         model: a dense model, or one with memories in training form.
         config: how to train.
-        init_from: a checkpoint directory (ours, or Hugging Face's Qwen3) whose backbone is the
-            starting point; memories start fresh.
+        init_from: a checkpoint directory (ours, or Hugging Face's Qwen3) whose weights are the
+            starting point. Its memories are too if ``model`` has the very same; others start fresh.
+            The optimizer starts anew.
         force: replace an earlier result, or an unfinished run of another configuration.
 
     Raises:
@@ -55,7 +56,7 @@ def train(
             a checkpoint that does not fit, or a loss that is no longer finite.
         KeyboardInterrupt, SystemExit: on SIGINT and SIGTERM, after a checkpoint was written.
     """
-    check(config)
+    config = check(config)
     shards = open_shards(tokens)
     model = _fitting(model, shards, config)
     inputs = {"tokens": tokens}
@@ -112,8 +113,8 @@ def _fitting(model: ModelConfig, shards: TokenShards, config: TrainConfig) -> Mo
     if config.window_length > model.max_position_embeddings:
         raise UserError(
             f"windows of {config.window_length} tokens, but max_position_embeddings is {model.max_position_embeddings}",
-            where="training options",
-            fix="shorten the windows or raise max_position_embeddings",
+            where="--window-length",
+            fix="shorten the windows, or take a model with a larger max_position_embeddings",
         )
     if model.eos_token_id is None:
         return dataclasses.replace(model, eos_token_id=shards.eos_token_id)

@@ -47,6 +47,7 @@ class Optimizer:
     """
 
     def __init__(self, model: CausalLM, config: TrainConfig) -> None:
+        assert config.warmup_steps is not None, "the configuration was not checked"
         self._config = config
         self.rates = np.array(
             [
@@ -149,8 +150,8 @@ def _augmented_up_projections(model: CausalLM) -> list[nn.Parameter]:
     ]
     if not augmented:
         raise UserError(
-            "freeze_up_steps is given, but no memory of the model adds to an up projection",
-            where="training options",
+            "--freeze-up-steps is given, but no memory of the model adds to an up projection",
+            where="--freeze-up-steps",
             fix="leave it out, or use such a memory (staple)",
         )
     return augmented

@@ -17,6 +17,7 @@ from meki_edge.files import read_json
 from meki_edge.model import config as model_config
 from meki_edge.model.config import MemoryPlacement, ModelConfig
 from meki_edge.model.placement import paper_placement
+from meki_edge.train.initialize import require_training_form
 
 
 def _qwen3(hidden_size: int, intermediate_size: int, layers: int, heads: int) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def build(
     """
     if preset not in SHAPES:
         raise UserError(
-            f"unknown preset {preset!r}{nearest(preset, SHAPES)}", where="preset", fix=f"use {', '.join(SHAPES)}"
+            f"unknown preset {preset!r}{nearest(preset, SHAPES)}", where="--preset", fix=f"use {', '.join(SHAPES)}"
         )
     dense = model_config.parse({**SHAPES[preset], "vocab_size": vocab_size, **changes}, f"preset {preset}")
     return dense if memory is None else with_memory(dense, memory, layers=layers, options=options, preset=preset)
@@ -99,10 +100,24 @@ def from_checkpoint(
     layers: tuple[int, ...] | None = None,
     options: dict[str, Any] | None = None,
 ) -> ModelConfig:
-    """The shape of a checkpoint directory (for ``init_from``) without its memories, and a new one."""
-    parsed = from_config(directory / model_config.FILE_NAME)
-    dense = dataclasses.replace(parsed, memories=(), memory_form=model_config.TRAINING_FORM)
-    return dense if memory is None else with_memory(dense, memory, layers=layers, options=options)
+    """The model that goes on from a checkpoint directory (``init_from``), with its memories or with ``memory`` instead.
+
+    If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the
+    checkpoint's, so that naming the kind alone changes nothing.
+
+    Raises:
+        UserError: the checkpoint is in ROM form, or the memory does not fit it.
+    """
+    path = directory / model_config.FILE_NAME
+    parsed = from_config(path)
+    require_training_form(parsed, path)
+    if memory is None:
+        return parsed
+    if [placement.kind for placement in parsed.memories] == [memory]:
+        (placement,) = parsed.memories
+        layers = placement.layers if layers is None else layers
+        options = {**placement.options, **(options or {})}
+    return with_memory(dataclasses.replace(parsed, memories=()), memory, layers=layers, options=options)
 
 
 def with_memory(
@@ -122,7 +137,24 @@ def with_memory(
             options.setdefault("memory_dim", MEMORY_DIMS[preset])
     chosen = paper_layers if layers is None else layers
     placement = MemoryPlacement(kind=memory, layers=chosen, options={**paper_options, **options})
-    return model_config.check(dataclasses.replace(model, memories=(*model.memories, placement)), f"memory {memory}")
+    return model_config.check(dataclasses.replace(model, memories=(*model.memories, placement)), f"--memory {memory}")
+
+
+def check_experts(model: ModelConfig, num_experts: int, num_experts_per_tok: int) -> None:
+    """Raise :class:`UserError` unless ``model``, a checkpoint's, has these experts: they cannot be added to one."""
+    if model.num_experts is None:
+        raise UserError(
+            "a mixture of experts cannot start from a dense checkpoint",
+            where="--moe, --init-from",
+            fix="leave out --moe, or leave out --init-from and give the shape with --preset or --config",
+        )
+    if (model.num_experts, model.num_experts_per_tok) != (num_experts, num_experts_per_tok):
+        raise UserError(
+            f"the checkpoint has {model.num_experts} experts of which a token uses {model.num_experts_per_tok}, "
+            f"not {num_experts} and {num_experts_per_tok}",
+            where="--moe, --init-from",
+            fix="leave out --moe: the checkpoint says how many there are",
+        )
 
 
 def with_moe(model: ModelConfig, num_experts: int, num_experts_per_tok: int) -> ModelConfig:
@@ -136,9 +168,10 @@ def with_moe(model: ModelConfig, num_experts: int, num_experts_per_tok: int) -> 
     """
     if num_experts_per_tok < 1 or model.intermediate_size % num_experts_per_tok:
         raise UserError(
-            f"num_experts_per_tok is {num_experts_per_tok}, intermediate_size {model.intermediate_size}",
-            where="mixture of experts",
-            fix="choose a number that divides intermediate_size, so that active parameters equal the dense model's",
+            f"the FFN's {model.intermediate_size} neurons (intermediate_size) do not divide "
+            f"among {num_experts_per_tok} active experts",
+            where="--moe",
+            fix="choose a number that divides them, so that active parameters equal the dense model's",
         )
     changes = {
         "num_experts": num_experts,
@@ -146,4 +179,4 @@ def with_moe(model: ModelConfig, num_experts: int, num_experts_per_tok: int) -> 
         "moe_intermediate_size": model.intermediate_size // num_experts_per_tok,
         "norm_topk_prob": True,
     }
-    return model_config.check(dataclasses.replace(model, **changes), "mixture of experts")
+    return model_config.check(dataclasses.replace(model, **changes), "--moe")

@@ -55,9 +55,8 @@ class Run:
         state = checkpointing.load_newest(self._checkpoints)
         if state is None:
             self.model.reset_parameters(config.seed)
-            initialize.prepare_memories(self.model, shards)
-            if init_from is not None:
-                initialize.initialize_backbone(self.model, init_from)
+            if init_from is None or not initialize.start_from(self.model, init_from):
+                initialize.prepare_memories(self.model, shards)
         self.model.to(self._device)
         self._optimizer = Optimizer(self.model, config)
         if state is not None:

@@ -184,8 +184,8 @@ def _check(largest_decay: float, betas: tuple[float, float]) -> None:
     if largest_decay >= 1:
         raise UserError(
             f"a table's learning rate times its weight decay is {largest_decay:g}: one step would take all of a row",
-            where="training options",
-            fix="keep the product of learning_rate, the table's learning rate scale and its weight decay below 1",
+            where="--learning-rate, --table-learning-rate-scale, --table-weight-decay",
+            fix="keep the product of the three below 1 (those not given are the memory's recipe, or --weight-decay)",
         )
     if betas[0] >= betas[1] ** 0.5:
         raise UserError(

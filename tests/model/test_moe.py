@@ -241,7 +241,7 @@ def test_active_parameters_equal_the_dense_models() -> None:
         counts = {model: sum(p.numel() for p in CausalLM(model).parameters()) for model in (dense, moe)}
     idle = 4 * 6 * 3 * 192 * 256
     assert counts[moe] - idle == counts[dense] + 4 * 192 * 8  # the routers
-    with pytest.raises(UserError, match="num_experts_per_tok is 3, intermediate_size 512"):
+    with pytest.raises(UserError, match="512 neurons .* do not divide among 3 active experts"):
         presets.with_moe(dense, 8, 3)
     with pytest.raises(UserError, match="num_experts_per_tok is 4, but num_experts is 2"):
         presets.with_moe(dense, 2, 4)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from tiny import MIXED, tiny_config, write_checkpoint
 from safetensors import safe_open
+from torch.nn import functional as F
 
 from meki_edge.model.checkpoint import load_model
 from meki_edge.model.config import ModelConfig
+from meki_edge.tokens import open_shards
 from meki_edge.train import presets
 from meki_edge.train.config import TrainConfig
 from meki_edge.train.data import TrainingWindows
@@ -99,6 +101,24 @@ def check_checkpoint(path: Path, model: ModelConfig) -> None:
                 for layer in placement.layers:
                     (name,) = (n for n in names if n.startswith(f"model/model.layers.{layer}.") and n.endswith(address))
                     assert file.get_tensor(name).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_further_training_starts_where_the_checkpoint_is(tokens_dir: Path, tmp_path: Path, kind: str) -> None:
+    seed = write_checkpoint(tmp_path / "seed", tiny_config(KINDS[kind], eos_token_id=0), tokens_dir)
+    model = presets.from_checkpoint(seed)
+    assert model == tiny_config(KINDS[kind], eos_token_id=0)
+    train(tokens_dir, tmp_path / "out", model, AT_REST, init_from=seed)
+    before, after = load_model(seed), load_model(tmp_path / "out")
+    expected = before.state_dict()
+    assert any(".memories." in name for name in expected)
+    for name, tensor in after.state_dict().items():
+        assert torch.equal(tensor, expected.pop(name)), name
+    assert not expected
+    windows = TrainingWindows(open_shards(tokens_dir).train, AT_REST.window_length, AT_REST.seed, where=tokens_dir)
+    batch = torch.from_numpy(windows.batch(0, AT_REST.batch_size))
+    loss = F.cross_entropy(before(batch[:, :-1]).double().flatten(0, 1), batch[:, 1:].flatten())
+    assert read_lines(tmp_path / "out")[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_staple_starts_as_the_dense_checkpoint_bit_for_bit(tokens_dir: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import math
 from pathlib import Path
@@ -12,11 +14,12 @@ import torch
 from tiny import MEKI, tiny_config
 from torch.nn import functional as F
 
+from meki_edge import cli_pipeline
 from meki_edge.errors import UserError
 from meki_edge.model.decoder import CausalAttention, CausalLM
 from meki_edge.train import checkpointing, log, presets
 from meki_edge.train.attention import MatmulAttention
-from meki_edge.train.config import TrainConfig, check
+from meki_edge.train.config import NO_OPTIONS, TrainConfig, check
 from meki_edge.train.cross_entropy import head_cross_entropy
 from meki_edge.train.data import TrainingWindows
 from meki_edge.train.optimizer import Optimizer
@@ -163,23 +166,37 @@ def test_plot_is_reproducible_svg(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"learning_rate": math.nan}, "learning_rate is nan"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"learning_rate": -1.0}, "--learning-rate is -1.0"),
+        ({"learning_rate": math.nan}, "--learning-rate is nan"),
         ({"beta2": 1.0}, "beta2 is 1.0"),
-        ({"warmup_steps": 100}, "warmup_steps is 100"),
-        ({"batch_size": 6, "gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4"),
-        ({"minimum_learning_rate_ratio": 1.5}, "minimum_learning_rate_ratio is 1.5"),
-        ({"precision": "fp61"}, "precision is 'fp61'"),
-        ({"device": "gpu"}, "device is 'gpu'"),
-        ({"table_learning_rate_scale": 0.0}, "table_learning_rate_scale is 0.0"),
-        ({"table_weight_decay": -0.1}, "table_weight_decay is -0.1"),
-        ({"freeze_up_steps": 101}, "freeze_up_steps is 101"),
+        ({"warmup_steps": 100}, "--warmup-steps is 100"),
+        ({"batch_size": 6, "gradient_accumulation_steps": 4}, "--gradient-accumulation-steps is 4"),
+        ({"minimum_learning_rate_ratio": 1.5}, "--minimum-learning-rate-ratio is 1.5"),
+        ({"precision": "fp61"}, "--precision is 'fp61'"),
+        ({"device": "gpu"}, "--device is 'gpu'"),
+        ({"table_learning_rate_scale": 0.0}, "--table-learning-rate-scale is 0.0"),
+        ({"table_weight_decay": -0.1}, "--table-weight-decay is -0.1"),
+        ({"freeze_up_steps": 101}, "--freeze-up-steps is 101"),
     ],
 )
 def test_bad_training_options(changes: dict[str, object], what: str) -> None:
     with pytest.raises(UserError, match=what):
         check(TrainConfig(**{"steps": 100, "warmup_steps": 10, **changes}))
+
+
+def test_errors_name_the_options_of_the_command() -> None:
+    options = set(inspect.signature(cli_pipeline.train).parameters)
+    for field in dataclasses.fields(TrainConfig):
+        assert (field.name in options) is (field.name not in NO_OPTIONS), field.name
+
+
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(1, 0), (9, 0), (40, 4), (4999, 499), (5000, 500), (50_000, 500)])
+def test_the_warmup_of_a_run_that_names_none(steps: int, warmup_steps: int) -> None:
+    config = TrainConfig(steps=steps)
+    assert check(config) == dataclasses.replace(config, warmup_steps=warmup_steps)
+    given = TrainConfig(steps=steps, warmup_steps=0)
+    assert check(given) == given
 
 
 @pytest.mark.parametrize(
