@@ -17,7 +17,8 @@ from meki_edge.report_plots import Plot
 
 JSON_FILE, PAGE_FILE = "calibration_report.json", "calibration_report.html"
 MEASURED = "Computed by ONNX Runtime on this host: what the quantized graph means, not what a phone measured."
-UNIT_HEADINGS = ["unit", "stored as", "MB", "divergence, nats", "relative MSE", "top-1 changed"]
+UNIT_HEADINGS = ["unit", "stored as", "MB", "measured in", "divergence (nats)", "relative MSE", "top-1 changed"]
+"""A unit is measured in the precision's own scheme. One that is kept finer for what it lost is stored in another."""
 
 
 def build(
@@ -95,10 +96,11 @@ def unit_rows(report: dict[str, Any]) -> list[list[str]]:
 
     def texts(unit: dict[str, Any]) -> list[str]:
         loss = unit["sensitivity"]
-        figures = ["–"] * 3
+        measured = ["–"] * 4
         if loss:
-            figures = [f"{loss['divergence']:.2e}", f"{loss['relative_mse']:.2e}", f"{loss['top1_changed']:.1%}"]
-        return [unit["unit"], unit["scheme"], f"{unit['bytes'] / 1e6:.2f}", *figures]
+            figures = f"{loss['divergence']:.2e}", f"{loss['relative_mse']:.2e}", f"{loss['top1_changed']:.1%}"
+            measured = [loss["scheme"], *figures]
+        return [unit["unit"], unit["scheme"], f"{unit['bytes'] / 1e6:.2f}", *measured]
 
     return [texts(unit) for unit in report["units"]]
 
@@ -110,8 +112,8 @@ def _is_measured(report: dict[str, Any]) -> bool:
 def _plot(report: dict[str, Any]) -> Plot:
     units = report["units"]
     divergences = [max(unit["sensitivity"]["divergence"], 1e-12) for unit in units]
-    own = units[0]["sensitivity"]["scheme"]
-    raised = [unit["scheme"] != own for unit in units]
+    own, head = (unit["sensitivity"]["scheme"] for unit in (units[0], units[-1]))
+    raised = [unit["scheme"] != unit["sensitivity"]["scheme"] for unit in units]
 
     def paint(ax: Axes) -> None:
         colors = [report_plots.arm_color(1 if finer else 0) for finer in raised]
@@ -125,8 +127,10 @@ def _plot(report: dict[str, Any]) -> Plot:
     worst = max(range(len(units)), key=divergences.__getitem__)
     return Plot(
         title="Sensitivity",
-        caption="Mean divergence of the next-token distribution from float's when this unit alone is quantized in the "
-        "precision's own scheme; units in the second colour are stored in another one. The axis is logarithmic.",
-        alt=f"Bars of divergence per unit; the largest is {units[worst]['unit']} with {divergences[worst]:.2e} nats.",
+        caption="Mean divergence of the next-token distribution from float's when this unit alone is quantized, "
+        f"measured in {own}{'' if head == own else f' (the head in {head})'}. Units in the second colour are stored "
+        "finer than they were measured. The axis is logarithmic.",
+        alt=f"Bars of divergence per unit; the largest is {units[worst]['unit']} with {divergences[worst]:.2e} nats, "
+        f"measured in {units[worst]['sensitivity']['scheme']}.",
         svg=report_plots.draw(1, (8.4, 3.2), 1, 1, paint),
     )

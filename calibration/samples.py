@@ -17,7 +17,7 @@ from calibration.ranges import Observations, observe
 from export.onnx_decoder import OnnxDecoder
 from meki_edge import console
 from meki_edge.errors import UserError
-from meki_edge.graph_spec import GraphSpec, Part
+from meki_edge.graph_spec import HIDDEN, GraphSpec, Part
 from meki_edge.rom.reader import RomReader
 from meki_edge.tokens import TokenShards
 
@@ -27,9 +27,9 @@ ADVISED_GATE_TOKENS = 2_000
 """On fewer, chance alone moves the perplexity by as much as a quantization does."""
 FIXED_ROLES = frozenset(
     {"attention_mask", "memory_mask", "position_cos", "position_sin", "memory_rows", "input_embeds"}
-    | {"past_key", "past_value", "memory_state"}
+    | {"past_key", "past_value", "memory_state", HIDDEN}
 )
-"""Inputs whose range is known without running anything, or seen where another call computes them."""
+"""Inputs whose range is known without running anything, or seen where another call or part computes them."""
 SAVE_EVERY = 4  # windows
 
 

@@ -55,30 +55,36 @@ class _Unit:
 
 
 class Chain:
-    """The units of one graph as sessions of their own; ``parts`` are what an :class:`OnnxDecoder` runs."""
+    """The units of one graph as sessions of their own; ``parts`` are what an :class:`OnnxDecoder` runs.
+
+    A tensor's name means something in its own part only: each part is traced alone, and a name such as
+    ``add_5`` comes again in the next. So what is kept between calls is kept by unit.
+    """
 
     def __init__(self, graphs: FloatGraphs, graph: Graph) -> None:
         self._graphs, self._graph = graphs, graph
         self.units = [unit for part in graph.parts for unit in _cut(graphs, part)]
         self._sessions = {unit.number: self._open(unit) for unit in self.units}
-        self._known: dict[str, np.ndarray] = {}  # all that the last call fed and computed between units
+        self._taken: dict[int, dict[str, np.ndarray]] = {}  # by each unit, in the last call
         self.parts = [_ChainPart(self, part) for part in graph.parts]
 
     def run_part(self, part: Part, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """One part of a call: what its units give, by name."""
-        self._known |= feeds
+        """One part of a call: what it was fed and what its units give, by name."""
+        known = dict(feeds)
         for unit in self.units:
             if unit.part is part:
-                self._known |= self._run(unit, self._known)
-        return self._known
+                self._taken[unit.number] = {name: known[name] for name in unit.takes}
+                known |= self._run(unit, self._taken[unit.number])
+        return known
 
     def logits_with(self, number: int, other: Mapping[str, np.ndarray]) -> np.ndarray:
         """The logits ``[T, V]`` of the last call, had unit ``number`` given ``other`` instead."""
-        known = self._known | dict(other)
+        given = other  # by the unit before: its stream is all that reaches the next one
         for unit in self.units:
             if unit.number > number:
-                known |= self._run(unit, known)
-        return known[self._graph.by_role("logits")[0].name][0]
+                taken = self._taken[unit.number]
+                given = self._run(unit, {name: given.get(name, array) for name, array in taken.items()})
+        return given[self._graph.by_role("logits")[0].name][0]
 
     def quantized(self, number: int, plan: Plan, ranges: Ranges | None, scratch: Path) -> dict[str, np.ndarray]:
         """What unit ``number`` gives in the plan's scheme, from what it took in the last call."""
@@ -98,7 +104,7 @@ class Chain:
                     weights=file,
                 ).run()
         made = session(model, scratch, prepack=False)
-        results = made.run(list(unit.gives), {name: self._known[name] for name in unit.takes})
+        results = made.run(list(unit.gives), self._taken[number])
         (scratch / "unit.data").unlink()
         return dict(zip(unit.gives, results, strict=True))
 
@@ -110,8 +116,8 @@ class Chain:
         graph = ir.convenience.extract(model.graph, unit.takes, unit.gives)
         return ir.Model(graph, ir_version=model.ir_version), structure
 
-    def _run(self, unit: _Unit, known: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        results = self._sessions[unit.number].run(list(unit.gives), {name: known[name] for name in unit.takes})
+    def _run(self, unit: _Unit, taken: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        results = self._sessions[unit.number].run(list(unit.gives), taken)
         return dict(zip(unit.gives, results, strict=True))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from calibration_outputs import LENIENT
 from tiny import QUICK_CALIBRATION as QUICK
 
+from calibration import report
 from calibration.config import CalibrateConfig
 from calibration.sensitivity import choose
 from calibration.stage import calibrate
@@ -15,6 +17,12 @@ from meki_edge import manifest
 from meki_edge.files import read_json
 
 Exported = dict[str, tuple[Path, Path]]
+
+
+def bars_of(directory: Path) -> str:
+    """The plot on the report's page."""
+    (found,) = re.findall(r"<svg.*?</svg>", (directory / report.PAGE_FILE).read_text(encoding="utf-8"), re.DOTALL)
+    return found
 
 
 def test_sensitive_layers_are_kept_finer(
@@ -40,12 +48,19 @@ def test_sensitive_layers_are_kept_finer(
     assert plain.metrics["weights_bytes"] < made.metrics["weights_bytes"]
     assert "divergence_left" not in plain.metrics
     assert min(losses) < made.metrics["divergence_left"] < sum(losses)
+    assert "var(--arm-1)" not in bars_of(tmp_path / "plain"), "the head is stored as it was measured"
+    assert "var(--arm-1)" in bars_of(tmp_path / "budget")
+    capsys.readouterr()
     made, units = run("target", max_divergence=0.0)
     assert all(unit["scheme"] == "w8a16" for unit in units) and made.metrics["units_raised"] == 3
     assert made.metrics["top1_agreement"] >= plain.metrics["top1_agreement"]
+    rows = report.unit_rows(read_json(tmp_path / "target/calibration_report.json"))
+    assert [(row[1], row[3]) for row in rows] == [("w8a16", "w4a16")] * 3 + [("w8a16", "w8a16")]
+    shown, page = capsys.readouterr().err, (tmp_path / "target/calibration_report.html").read_text(encoding="utf-8")
+    assert "w4a16" in next(line for line in shown.splitlines() if "layer 1" in line)
+    assert '<th scope="col">measured in</th>' in page and "measured in w4a16 (the head in w8a16)" in page
     left = f"still sum to {made.metrics['divergence_left']:.3g} nats, wanted 0 (all that gains by it is raised already)"
-    assert left in " ".join(capsys.readouterr().err.split())
-    assert left in (tmp_path / "target/calibration_report.html").read_text(encoding="utf-8")
+    assert left in " ".join(shown.split()) and left in page
     made, _ = run("both", max_divergence=0.0, budget_bytes=extra)
     left = f"{made.metrics['divergence_left']:.3g} nats, wanted 0 (the budget is spent)"
     assert left in " ".join(capsys.readouterr().err.split())
