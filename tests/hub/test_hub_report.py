@@ -119,7 +119,8 @@ def test_a_head_apart_runs_once_a_prompt() -> None:
         hidden = TensorSpec(name="h", role="hidden", dtype="float32", shape=(1, graph.num_tokens, 8))
         mask = replace(hidden, name="m", role="attention_mask")
         body = Part(file="a", inputs=(hidden, mask), outputs=())
-        return replace(graph, parts=(body, Part(file="b", inputs=(hidden,), outputs=())))
+        logits = replace(hidden, name="l", role="logits", shape=(1, graph.num_tokens, 10))
+        return replace(graph, parts=(body, Part(file="b", inputs=(hidden,), outputs=(logits,))))
 
     apart = arm("apart")
     assert apart.spec is not None and not apart.spec.head_is_apart
