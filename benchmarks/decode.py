@@ -228,6 +228,7 @@ def main() -> None:
     setup = {
         "shape": shape,
         "tokens": arguments.tokens,
+        "rounds": arguments.rounds,
         "threads": arguments.threads,
         "table_precision": arguments.table_precision,
         "context_length": CONTEXT_LENGTH,

@@ -26,8 +26,8 @@ MISSING = "–"
 LOOPBACK_NOTE = "The service was a server on this machine, not Qualcomm AI Hub: these are no phone's times."
 DEVICE_NOTE = "Times of the graphs on the service's own devices; reading rows from flash and sampling are not in them."
 FIRST_TOKEN_NOTE = (
-    "Time to first token: what a prompt of that length needs of a loaded model: chunks of prefill, decode for a last single "
-    "token, and a head of its own once."
+    "Time to first token: what a prompt of that length needs of a loaded model: chunks of prefill, decode for a last "
+    "single token, and a head of its own once."
 )
 CONTEXTS_NOTE = (
     "Figures that name no context are of the longest one. A text runs in the shortest that holds it, and so does each "

@@ -90,7 +90,7 @@ def train(
         typer.Option(help="Start from this checkpoint (ours or a Qwen3 one), with its memories if it has any and no other --memory is given."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory kind (see `meki-edge memories`); without it: dense, or as --init-from has it.")
+        str | None, typer.Option(help="Memory kind (see `meki-edge memories`), or none; without it: dense, or as --init-from has it.")
     ] = None,
     memory_layers: Annotated[str | None, typer.Option(help="Layers with memory, such as 0,2-5 (default: as its paper, or the checkpoint, has it).")] = None,
     memory_option: MemoryOption = None,
@@ -129,8 +129,10 @@ def train(
     from meki_edge.train.config import TrainConfig
     from meki_edge.train.loop import train as stage
 
-    if memory is None and (memory_layers is not None or memory_option):
+    if memory in (None, presets.NO_MEMORY) and (memory_layers is not None or memory_option):
         raise UserError("options of a memory, but no memory", where="train", fix="name it with --memory")
+    if memory == presets.NO_MEMORY and init_from is None:
+        memory = None
     placement = {
         "memory": memory,
         "layers": None if memory_layers is None else parse_layers(memory_layers),

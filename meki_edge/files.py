@@ -40,8 +40,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     body raises, the temporary file is removed; a full or failing disk, or a ``path`` that is a
     directory or a device, is a :class:`UserError`.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    try:
+        path = path.resolve()
+        regular = path.is_file() or not path.exists()
+    except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"no file can be here: {reason}", where=path, fix="name another file") from None
+    if not regular:
         raise UserError("this is not a regular file", where=path, fix="name a file, or a new one")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

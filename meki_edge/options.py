@@ -62,7 +62,7 @@ class NpuMemory(StrEnum):
 
 NpuMemoryOption = Annotated[
     NpuMemory,
-    typer.Option("--npu-memory", help="Inputs and outputs: shared with the NPU, or copied; auto: shared where that works."),
+    typer.Option("--npu-memory", help="Inputs and outputs: shared with the NPU, or copied; auto: shared where the phone has libcdsprpc.so."),
 ]
 
 
@@ -83,7 +83,7 @@ def parse_number(text: str, most: int) -> int | None:
 
 
 def parse_layers(text: str, option: str = "--memory-layers", example: str = "0,2-5") -> tuple[int, ...]:
-    """``"0,2-5"`` → (0, 2, 3, 4, 5).
+    """``"0,2-5"`` → (0, 2, 3, 4, 5); ascending, however they are written.
 
     Args:
         example: a list that ``option`` may well take, for the error.
@@ -98,7 +98,7 @@ def parse_layers(text: str, option: str = "--memory-layers", example: str = "0,2
         if start is None or stop is None or start > stop:
             raise UserError(f"{text!r} is not a list of layers", where=option, fix=f"write it as {example}")
         layers.extend(range(start, stop + 1))
-    return tuple(layers)
+    return tuple(sorted(layers))
 
 
 def parse_lengths(text: str, option: str, example: str) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def test_lengths_that_are_none(text: str, wrong: str) -> None:
     "text", ["١", "0-٣", "1-", "-1", "1--2", "9" * 5000, "٨/٢", "8/²", f"{'9' * 5000}/2", "0/0", "8/"]
 )
 def test_other_numbers_take_plain_digits_too(text: str) -> None:
-    assert parse_layers("0, 2-4") == (0, 2, 3, 4) and parse_moe("8/2") == (8, 2)
+    assert parse_layers("0, 2-4") == parse_layers("3-4,2,0") == (0, 2, 3, 4) and parse_moe("8/2") == (8, 2)
     with pytest.raises(UserError, match="is not a list of layers"):
         parse_layers(text)
     with pytest.raises(UserError, match="is not EXPERTS/ACTIVE"):

@@ -32,6 +32,14 @@ def test_devices_and_directories_are_not_replaced(tmp_path: Path) -> None:
     assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
 
 
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="no file can be here"):
+            write_text(path, "text")
+
+
 def test_what_readers_differ_about_is_json_only_where_it_does_no_harm() -> None:
     assert math.isnan(parse_json("NaN")) and parse_json("[-0, -Infinity]") == [0, -math.inf]
     for text in ("NaN", '{"a": [Infinity]}', "-Infinity", "[-0]"):

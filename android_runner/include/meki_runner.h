@@ -14,9 +14,9 @@
  * Token ids are those of the bundle's tokenizer.json. A runner belongs to one thread at a time; several runners may
  * live in a process, and share the library of ONNX Runtime that the first one named. The library installs a handler
  * for SIGBUS when it opens a bundle, since a file that shrinks under a map raises it; a SIGBUS of the app's own ends
- * the process as before. That guards rows and embeddings; the weights are mapped as well, and what happens to their file
- * while a runner is open ends the process. It installs no other handler, prints nothing and starts only threads that end in meki_close;
- * ONNX Runtime may keep one of its own asleep until the process ends.
+ * the process as before. That guards rows and embeddings; the weights are mapped as well, and if their file shrinks
+ * while a runner is open, that ends the process. It installs no other handler, prints nothing and starts only threads
+ * that end in meki_close; ONNX Runtime may keep one of its own asleep until the process ends.
  */
 #ifndef MEKI_RUNNER_H
 #define MEKI_RUNNER_H

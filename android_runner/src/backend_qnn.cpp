@@ -71,12 +71,17 @@ void register_provider(Ort::Env& env, const std::string& library) {
     static std::mutex mutex;
     static std::string registered;
     const std::lock_guard lock(mutex);
+    // ONNX Runtime takes a relative path for one beside its own library.
+    const std::unique_ptr<char, decltype(&std::free)> found(::realpath(library.c_str(), nullptr), std::free);
+    const std::string absolute = found ? found.get() : library;
     if (find_devices(env).empty()) {
-        // ONNX Runtime takes a relative path for one beside its own library.
-        const std::unique_ptr<char, decltype(&std::free)> absolute(::realpath(library.c_str(), nullptr), std::free);
-        env.RegisterExecutionProviderLibrary(provider_name, absolute ? absolute.get() : library);
-        registered = library;
-    } else if (registered != library) {
+        env.RegisterExecutionProviderLibrary(provider_name, absolute);
+        if (find_devices(env).empty()) {
+            env.UnregisterExecutionProviderLibrary(provider_name);
+            throw Error("the provider finds no device to run on", library, fix_provider);
+        }
+        registered = absolute;
+    } else if (registered != absolute) {
         throw Error("this process uses another QNN provider already: " + registered, library,
                     "give every runner the same --qnn-provider");
     }
@@ -167,11 +172,7 @@ Ort::SessionOptions OrtQnnBackend::session_options() {
             return options;
         }
 #if ORT_API_VERSION >= 22
-        const std::vector<Ort::ConstEpDevice> devices = find_devices(env_);
-        if (devices.empty()) {
-            throw Error("the provider finds no device to run on", config_.provider, fix_provider);
-        }
-        options.AppendExecutionProvider_V2(env_, devices, provider);
+        options.AppendExecutionProvider_V2(env_, find_devices(env_), provider);
 #endif
         return options;
     };

@@ -25,7 +25,8 @@ public:
     using Parts = std::vector<std::unique_ptr<Graph>>;
 
     // Binds everything once. `file` is the prefill or the decode graph, `contexts` are its parts in each context of
-    // the spec, in order; the last one may be left out where the head is apart. `spec`, `cache`, `states` and `allocator` must outlive the graph.
+    // the spec, in order; the last one may be left out where the head is apart. `spec`, `cache`, `states` and
+    // `allocator` must outlive the graph.
     BoundGraph(const GraphSpec& spec, GraphFile Context::*file, std::vector<Parts> contexts, KvCache& cache,
                MemoryStates& states, Allocator& allocator);
 

@@ -2,10 +2,9 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <fcntl.h>
-#include <memory>
-#include <sys/stat.h>
+#include <filesystem>
+#include <system_error>
 #include <unistd.h>
 
 #include "error.h"
@@ -14,6 +13,8 @@
 namespace meki {
 
 namespace {
+
+constexpr int max_links = 40;
 
 std::string temporary_name(const std::string& path) {
     const std::size_t slash = path.rfind('/');
@@ -27,15 +28,17 @@ std::string temporary_name(const std::string& path) {
 
 // What a rename may replace: nothing, a file, or the file that a link leads to; never a device or a directory.
 std::string replaceable(const std::string& path) {
-    struct stat status {};
-    if (::stat(path.c_str(), &status) != 0) {
-        return path;
+    namespace fs = std::filesystem;
+    fs::path target = path;
+    std::error_code ignored;  // what cannot be followed or looked at cannot be written either: that is said then
+    for (int links = 0; links < max_links && fs::is_symlink(target, ignored); ++links) {
+        target = target.parent_path() / fs::read_symlink(target, ignored);
     }
-    if (!S_ISREG(status.st_mode)) {
+    const fs::file_status status = fs::status(target, ignored);
+    if (fs::exists(status) && !fs::is_regular_file(status)) {
         throw Error("cannot write the output: this is not a regular file", path, "name a file, or a new one");
     }
-    const std::unique_ptr<char, decltype(&std::free)> target(::realpath(path.c_str(), nullptr), std::free);
-    return target ? target.get() : path;
+    return target.string();
 }
 
 }  // namespace

@@ -22,10 +22,10 @@ int report(const std::string& message, int status) {
 }
 
 // A file that is opened must not get the number of a standard stream that the caller closed: what is printed would go
-// into it.
+// into it. What takes the number can be read only, so that printing is the error that it was.
 void hold_standard_streams() {
     while (true) {
-        const int descriptor = ::open("/dev/null", O_RDWR);
+        const int descriptor = ::open("/dev/null", O_RDONLY);
         if (descriptor < 0) {
             return;
         }

@@ -48,11 +48,19 @@ int main() {
     struct stat status {};
     CHECK(::lstat(link.c_str(), &status) == 0 && S_ISLNK(status.st_mode));
     CHECK(meki::File(path).read_text(100) == "through a link");
+    const std::string made = directory / "made.json", dangling = directory / "dangling.json";
+    CHECK(::symlink(made.c_str(), dangling.c_str()) == 0);
+    {
+        meki::OutputFile output(dangling);
+        output.commit("made");
+    }
+    CHECK(::lstat(dangling.c_str(), &status) == 0 && S_ISLNK(status.st_mode));
+    CHECK(meki::File(made).read_text(100) == "made");
     const std::string pipe = directory / "pipe";
     CHECK(::mkfifo(pipe.c_str(), 0600) == 0);
     CHECK_ERROR(meki::OutputFile{pipe}, "not a regular file");
     CHECK_ERROR(meki::OutputFile{directory / ""}, "not a regular file");
-    CHECK(num_files() == 3);
+    CHECK(num_files() == 5);
     CHECK_ERROR(meki::OutputFile(directory / "absent/out.json"), "cannot write the output: No such file");
     CHECK_ERROR(meki::write_all(-1, "x", 1, "nowhere"), "cannot write: Bad file descriptor [nowhere]");
 }

@@ -19,7 +19,7 @@ from meki_edge.device import phone_conditions, phone_facts, run, sideload
 from meki_edge.device.adb import Device
 from meki_edge.device.bundle import Bundle, open_bundle
 from meki_edge.device.phone_facts import PhoneFacts
-from meki_edge.device.phone_runner import PhoneRunner
+from meki_edge.device.phone_runner import PhoneRunner, require_npu
 from meki_edge.errors import UserError
 from meki_edge.manifest import Manifest, StageOutput
 
@@ -38,7 +38,8 @@ class PhoneRunConfig(run.RunConfig):
     npu: bool = False
     """Run the bundles' Hexagon binaries, not their graphs on the CPU."""
     npu_memory: str = "auto"
-    """Their inputs and outputs: ``shared`` with the NPU, ``copied`` in each step, or ``auto``: shared if that works."""
+    """Their inputs and outputs: ``shared`` with the NPU, ``copied`` in each step, or ``auto``: shared where the phone has
+    ``libcdsprpc.so``."""
     cool_to_celsius: float = 45.0
     """Before each repetition, wait until the processor's hottest zone is no hotter than this."""
     cool_wait_s: float = 300.0
@@ -56,6 +57,7 @@ def bench(
     """
     if config.cool_wait_s < 0:
         raise UserError(f"the wait is {config.cool_wait_s} s", where="--cool-wait", fix="give 0 or more")
+    require_npu(config.npu_memory, npu=config.npu)
     config = dataclasses.replace(config, threads=config.threads or DEFAULT_THREADS)
     places = sideload.layout(config.target)
     opened = [open_bundle(directory) for directory in bundles]

@@ -45,6 +45,12 @@ true
 _WATCH = "exec 3<&0 && {{ ( cat <&3; grep -q {name} /proc/$$/cmdline && kill -TERM $$ ) >/dev/null 2>&1 & }}"
 
 
+def require_npu(npu_memory: str, *, npu: bool) -> None:
+    """Raise :class:`UserError` if ``npu_memory`` is chosen and nothing runs on the NPU."""
+    if npu_memory != "auto" and not npu:
+        raise UserError("only the NPU has memory to share", where="--npu-memory", fix="give --compute npu")
+
+
 class PhoneRunner:
     """The harness that was sideloaded to a phone.
 
@@ -67,8 +73,7 @@ class PhoneRunner:
             npu_memory: the harness's ``--npu-memory``.
             failures: a directory that gets the phone's log when a run fails; by default a temporary one.
         """
-        if npu_memory != "auto" and not npu:
-            raise UserError("only the NPU has memory to share", where="--npu-memory", fix="give --compute npu")
+        require_npu(npu_memory, npu=npu)
         self.device, self.places = device, places
         self._npu = npu
         self._npu_memory = npu_memory

@@ -48,6 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32),
 }
+NO_MEMORY = "none"
+"""In the place of a memory's kind: a dense model, whatever the checkpoint has."""
 MEMORY_DIMS = {"demo": 64, "qwen3-0.6b": 128, "qwen3-1.7b": 256, "qwen3-4b": 512}
 
 
@@ -102,7 +104,7 @@ def from_checkpoint(
 ) -> ModelConfig:
     """The model that goes on from a checkpoint directory (``init_from``), with its memories or with ``memory`` instead.
 
-    If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the
+    Without any, if that is :data:`NO_MEMORY`. If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the
     checkpoint's, so that naming the kind alone changes nothing.
 
     Raises:
@@ -113,6 +115,8 @@ def from_checkpoint(
     require_training_form(parsed, path)
     if memory is None:
         return parsed
+    if memory == NO_MEMORY:
+        return dataclasses.replace(parsed, memories=())
     if [placement.kind for placement in parsed.memories] == [memory]:
         (placement,) = parsed.memories
         layers = placement.layers if layers is None else layers

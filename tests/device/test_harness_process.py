@@ -68,7 +68,10 @@ def test_ids_and_report_do_not_mix_where_standard_output_is_closed(
 ) -> None:
     output = tmp_path / "out.json"
     arguments = command(binary, bundles["meki"], tmp_path, output)
-    done = shell('"$@" --stream >&-', *arguments)
+    streamed = shell('"$@" --stream >&-', *arguments)
+    assert streamed.returncode == 1 and b"cannot write: Bad file descriptor [stdout]" in streamed.stderr
+    assert not output.exists()
+    done = shell('"$@" >&-', *arguments)
     assert (done.returncode, done.stderr) == (0, b"")
     assert len(json.loads(output.read_text())["generated_tokens"]) == 3
 

@@ -92,6 +92,8 @@ def test_the_kind_alone_names_the_checkpoints_memories(tmp_path: Path, tokens_di
     assert wider == tiny_config([{**memories[0], "options": {**memories[0]["options"], "memory_dim": 16}}])
     assert not start_from(CausalLM(wider), directory)
     assert presets.from_checkpoint(directory, memory="meki", layers=(1,)).memories[0].layers == (1,)
+    dense = presets.from_checkpoint(directory, memory=presets.NO_MEMORY)
+    assert dense == tiny_config() and not start_from(CausalLM(dense), directory)
 
 
 @pytest.mark.parametrize(
