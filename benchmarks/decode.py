@@ -196,8 +196,7 @@ def show(result: dict[str, Any]) -> None:
         label = "dense graph from Python" if arm == "python" else f"harness, {arm}"
         table.add_row(f"{label}, tokens/s", f"{speed['mean']:.2f} ± {speed['sd'] or 0:.2f}", "")
     for name, ratio in result["ratios"].items():
-        interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
-        table.add_row(f"{name}, median of pairs", f"{ratio['median']:.3f}{interval}", f"≥ {ratio['target']}")
+        table.add_row(f"{name}, median of pairs", stats.ratio_text(ratio), f"≥ {ratio['target']}")
     share = result["stall_share"]
     table.add_row("stall, share of a MeKi step", f"{share['value']:.3%}", f"< {share['target']:.0%}")
     for key in ("stall_us", "io_us"):

@@ -76,10 +76,8 @@ def show(result: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "test" else "right")
     for name, label in (("pp", f"prompt of {config['prompt']} tokens"), ("tg", f"decode of {config['tokens']}")):
         found = result["tests"][name]
-        ratio = found["ratio"]
-        interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
         speeds = [f"{found['tokens_per_s'][arm]['mean']:.2f}" for arm in ARMS]
-        table.add_row(label, *speeds, f"{ratio['median']:.3f}{interval}")
+        table.add_row(label, *speeds, stats.ratio_text(found["ratio"]))
     console.stdout.print(table)
 
 

@@ -203,9 +203,8 @@ def _cell(ratio: dict[str, Any] | None) -> str:
     """A paired ratio with its interval and target."""
     if ratio is None:
         return ""
-    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
     target = "" if ratio["target"] is None else f", target ≥ {ratio['target']}"
-    return f"{ratio['median']:.3f}{interval}{target}"
+    return f"{stats.ratio_text(ratio)}{target}"
 
 
 def main() -> None:

@@ -186,7 +186,12 @@ def _pair(vocab_size: int, config: TrainConfig, clock: str) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Both parts as tables."""
     rows = [
-        [name, f"{int(vocab_size):,}", f"{1000 * found['seconds']['p50']:.0f}", _ratio(found["against_smallest"])]
+        [
+            name,
+            f"{int(vocab_size):,}",
+            f"{1000 * found['seconds']['p50']:.0f}",
+            stats.ratio_text(found["against_smallest"]),
+        ]
         for name, by_vocabulary in result["head_apart"].items()
         for vocab_size, found in by_vocabulary.items()
     ]
@@ -196,13 +201,9 @@ def show(result: dict[str, Any]) -> None:
     rows = []
     for vocab_size, found in result["whole_steps"].items():
         speeds = (f"{step_tokens / found[name]['p50']:,.0f}" for name in ("dense", "meki"))
-        rows.append([f"{int(vocab_size):,}", *speeds, _ratio(found["speed"])])
+        rows.append([f"{int(vocab_size):,}", *speeds, stats.ratio_text(found["speed"])])
     title = f"whole steps (wanted: at least {LEAST_SPEED})"
     console.show_table(title, ["vocabulary", "dense, tokens/s", "MeKi, tokens/s", "MeKi / dense"], rows)
-
-
-def _ratio(found: dict[str, Any]) -> str:
-    return f"{found['median']:.3f}" + ("" if found["low"] is None else f" ({found['low']:.3f} … {found['high']:.3f})")
 
 
 def main() -> None:

@@ -43,3 +43,9 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> di
         draws = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
         low, high = (float(bound) for bound in np.percentile(np.median(ratios[draws], axis=1), (2.5, 97.5)))
     return {"median": float(np.median(ratios)), "low": low, "high": high, "samples": ratios.tolist()}
+
+
+def ratio_text(ratio: dict[str, Any]) -> str:
+    """A :func:`paired_ratio` as a table shows it: the median, and the interval if there is one."""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} … {ratio['high']:.3f})"
+    return f"{ratio['median']:.3f}{interval}"

@@ -287,6 +287,11 @@ def test_distribution_and_samples_are_numpys() -> None:
     assert (stats.share(1, 3), stats.share(0, 2), stats.share(0, 0)) == (0.25, 0, None)
 
 
+def test_a_ratio_as_text() -> None:
+    assert stats.ratio_text(stats.paired_ratio([1.0, 3.0], [2.0, 4.0])) == "0.625", "two rounds give no interval"
+    assert stats.ratio_text({"median": 0.9876, "low": 0.9, "high": 1.0}) == "0.988 (0.900 … 1.000)"
+
+
 def test_the_bootstrap_is_near_the_exact_one() -> None:
     ours, theirs = [1.0, 1.2, 0.9, 1.1, 1.3], [1.0, 1.0, 1.0, 1.0, 1.0]
     ratio = stats.paired_ratio(ours, theirs)
