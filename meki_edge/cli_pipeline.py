@@ -131,8 +131,6 @@ def train(
 
     if memory in (None, presets.NO_MEMORY) and (memory_layers is not None or memory_option):
         raise UserError("options of a memory, but no memory", where="train", fix="name it with --memory")
-    if memory == presets.NO_MEMORY and init_from is None:
-        memory = None
     placement = {
         "memory": memory,
         "layers": None if memory_layers is None else parse_layers(memory_layers),

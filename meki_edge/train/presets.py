@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32),
 }
 NO_MEMORY = "none"
-"""In the place of a memory's kind: a dense model, whatever the checkpoint has."""
+"""In the place of a memory's kind: none, whatever the checkpoint has."""
 MEMORY_DIMS = {"demo": 64, "qwen3-0.6b": 128, "qwen3-1.7b": 256, "qwen3-4b": 512}
 
 
@@ -80,7 +80,7 @@ def build(
             f"unknown preset {preset!r}{nearest(preset, SHAPES)}", where="--preset", fix=f"use {', '.join(SHAPES)}"
         )
     dense = model_config.parse({**SHAPES[preset], "vocab_size": vocab_size, **changes}, f"preset {preset}")
-    return dense if memory is None else with_memory(dense, memory, layers=layers, options=options, preset=preset)
+    return _placed(dense, memory, layers=layers, options=options, preset=preset)
 
 
 def from_config(
@@ -92,7 +92,7 @@ def from_config(
 ) -> ModelConfig:
     """The model of a ``config.json``, with one more memory if ``memory`` names one."""
     parsed = model_config.parse(read_json(path), path)
-    return parsed if memory is None else with_memory(parsed, memory, layers=layers, options=options)
+    return _placed(parsed, memory, layers=layers, options=options)
 
 
 def from_checkpoint(
@@ -104,8 +104,8 @@ def from_checkpoint(
 ) -> ModelConfig:
     """The model that goes on from a checkpoint directory (``init_from``), with its memories or with ``memory`` instead.
 
-    Without any, if that is :data:`NO_MEMORY`. If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the
-    checkpoint's, so that naming the kind alone changes nothing.
+    If ``memory`` is the kind that the checkpoint has, layers and options that are not given are the checkpoint's, so
+    that naming the kind alone changes nothing. :data:`NO_MEMORY` leaves them out.
 
     Raises:
         UserError: the checkpoint is in ROM form, or the memory does not fit it.
@@ -115,13 +115,15 @@ def from_checkpoint(
     require_training_form(parsed, path)
     if memory is None:
         return parsed
-    if memory == NO_MEMORY:
-        return dataclasses.replace(parsed, memories=())
     if [placement.kind for placement in parsed.memories] == [memory]:
         (placement,) = parsed.memories
         layers = placement.layers if layers is None else layers
         options = {**placement.options, **(options or {})}
-    return with_memory(dataclasses.replace(parsed, memories=()), memory, layers=layers, options=options)
+    return _placed(dataclasses.replace(parsed, memories=()), memory, layers=layers, options=options)
+
+
+def _placed(model: ModelConfig, memory: str | None, **placement: Any) -> ModelConfig:
+    return model if memory in (None, NO_MEMORY) else with_memory(model, memory, **placement)
 
 
 def with_memory(

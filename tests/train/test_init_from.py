@@ -94,6 +94,7 @@ def test_the_kind_alone_names_the_checkpoints_memories(tmp_path: Path, tokens_di
     assert presets.from_checkpoint(directory, memory="meki", layers=(1,)).memories[0].layers == (1,)
     dense = presets.from_checkpoint(directory, memory=presets.NO_MEMORY)
     assert dense == tiny_config() and not start_from(CausalLM(dense), directory)
+    assert presets.build("demo", 384, memory=presets.NO_MEMORY) == presets.build("demo", 384)
 
 
 @pytest.mark.parametrize(
