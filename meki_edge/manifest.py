@@ -88,7 +88,9 @@ def load(directory: Path, *, stages: Iterable[str] = ()) -> Manifest:
         raise UserError(
             "the stage that fills this directory has not finished" if unfinished else "no manifest.json is here",
             where=directory,
-            fix="run the same command again: it resumes, or says why not" if unfinished else f"give the output directory of {expected}",
+            fix="run the same command again: it resumes, or says why not"
+            if unfinished
+            else f"give the output directory of {expected}",
         )
     manifest = config_module.from_dict(Manifest, read_json(path), path)
     if manifest.schema != SCHEMA:

@@ -356,7 +356,9 @@ def _notes(config: RunConfig, arms: list[dict[str, Any]]) -> list[str]:
     contexts = {arm["name"]: arm["metrics"]["context_lengths"] for arm in arms}
     if any(lengths != contexts[arms[0]["name"]] for lengths in contexts.values()):
         counts = ", ".join(f"{name}: {' / '.join(map(str, lengths))}" for name, lengths in contexts.items())
-        notes.append(f"The graphs attend to different numbers of slots, which is part of any difference in speed ({counts}).")
+        notes.append(
+            f"The graphs attend to different numbers of slots, which is part of any difference in speed ({counts})."
+        )
     precisions = {arm["name"]: arm["metrics"]["precision"] for arm in arms}
     if len(set(precisions.values())) > 1:
         listed = ", ".join(f"{name}: {precision}" for name, precision in precisions.items())
