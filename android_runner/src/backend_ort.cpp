@@ -15,7 +15,7 @@ std::unique_ptr<Graph> OrtCpuBackend::load(const std::string& bundle, const Part
         weights_.add_to(options, path);
         return std::make_shared<Ort::Session>(env_, path.c_str(), options, weights_.packed());
     });
-    auto graph = make_graph(path, std::move(session), Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault));
+    auto graph = make_graph(path, std::move(session), host_memory());
     weights_.release_pages();
     return graph;
 }

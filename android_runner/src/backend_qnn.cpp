@@ -138,8 +138,7 @@ std::unique_ptr<Graph> OrtQnnBackend::load(const std::string& bundle, const Part
     const Ort::SessionOptions options = session_options();
     const auto open = [&] { return std::make_shared<Ort::Session>(env_, path.c_str(), options); };
     if (!shares_memory_) {
-        return make_graph(path, translated(path, open),
-                          Ort::MemoryInfo::CreateCpu(OrtDeviceAllocator, OrtMemTypeDefault));
+        return make_graph(path, translated(path, open), host_memory());
     }
     std::shared_ptr<Ort::Session> session = translated(path, open, fix_shared);
     if (!shared_memory_) {

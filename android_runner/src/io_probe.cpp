@@ -98,15 +98,15 @@ std::vector<PrefillReport> measure_prefills(const ProbeConfig& config, bool dire
         PrefillReport report;
         RowFetcher fetcher;
     };
-    std::vector<std::unique_ptr<Arm>> arms;
+    const RomFile rom(config.rom);
+    const Ids text = random_text(config.seed + 1, config.batch * num_prefills, rom.address().num_tokens());
+    RowTensor out({config.batch, rom.address().rows_per_token(), rom.row_dim()}, 0, host_allocator());
+    std::vector<std::unique_ptr<Arm>> arms;  // last: their threads end before what they fill
     for (const IoMode mode : {IoMode::pread, IoMode::direct, IoMode::mmap}) {
         if (mode != IoMode::direct || direct) {
             arms.emplace_back(new Arm{{name_of(mode), {}}, {open_reader(RomFile(config.rom), mode), config.batch}});
         }
     }
-    const RomFile& rom = arms.front()->fetcher.reader().rom();
-    const Ids text = random_text(config.seed + 1, config.batch * num_prefills, rom.address().num_tokens());
-    RowTensor out({config.batch, rom.address().rows_per_token(), rom.row_dim()}, 0, host_allocator());
     for (std::size_t prefill = 0; prefill < num_prefills; ++prefill) {
         for (std::size_t turn = 0; turn < arms.size(); ++turn) {
             throw_if_interrupted();

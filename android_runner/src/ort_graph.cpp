@@ -73,6 +73,8 @@ Ort::Env make_env(int threads) {
     return translated("this process", make, "raise its limits on threads and memory, or ask for fewer threads");
 }
 
+Ort::MemoryInfo host_memory() { return Ort::MemoryInfo::CreateCpu(OrtArenaAllocator, OrtMemTypeDefault); }
+
 std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
                                   Ort::MemoryInfo memory, const char* fix) {
     return translated(path, [&] {

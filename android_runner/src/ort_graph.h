@@ -25,6 +25,9 @@ auto translated(const std::string& path, Call call, const char* fix = fix_bundle
 // `threads` threads for all sessions together, the caller's included.
 Ort::Env make_env(int threads);
 
+// What tensors in the host's memory are made with.
+Ort::MemoryInfo host_memory();
+
 // `memory` is the kind that its inputs and outputs are bound to. `path`, the graph's file, and `fix` are for errors.
 std::unique_ptr<Graph> make_graph(const std::string& path, std::shared_ptr<Ort::Session> session,
                                   Ort::MemoryInfo memory, const char* fix = fix_bundle);
